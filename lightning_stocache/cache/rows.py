@@ -60,7 +60,7 @@ class Field:
         shape: empty for numbers.
 
     Example:
-        >>> field = Field.of("[0]", torch.zeros(2, dtype=torch.int16))
+        >>> field = Field.describing("[0]", torch.zeros(2, dtype=torch.int16))
         >>> field.nbytes, str(field)
         (4, 'Tensor of dtype torch.int16 and shape (2,)')
     """
@@ -76,7 +76,7 @@ class Field:
         return 0 if self.dtype is None else self.dtype.itemsize * math.prod(self.shape)
 
     @classmethod
-    def of(cls, path: str, leaf: Any) -> Field:
+    def describing(cls, path: str, leaf: Any) -> Field:
         """Describe a leaf. Raises UnsupportedSampleError, with advice, for a leaf without a fixed size."""
         kind = type(leaf)
         if leaf is None:
@@ -120,7 +120,7 @@ class Field:
                     return True
             elif self.kind in _NUMBERS or leaf is None:
                 return True
-        return Field.of(self.path, leaf) == self
+        return Field.describing(self.path, leaf) == self
 
     def content(self, leaf: Any) -> memoryview:
         """The bytes of a leaf that matches this field; of a contiguous tensor or array, its own memory."""
@@ -284,7 +284,7 @@ class SampleSpec:
             try:
                 if field.agrees(leaf):
                     continue
-                came = str(Field.of(field.path, leaf))
+                came = str(Field.describing(field.path, leaf))
             except Exception as error:  # the code of a tensor subclass may raise anything
                 came = f"something else: {text_of(error)}"
             raise _mismatch(index, field.path, str(field), came)
@@ -370,7 +370,7 @@ def _tree(node: Any, path: str, fields: list[Field]) -> _Branch | int:
     elif kind in (tuple, list):
         parts = [(f"[{number}]", part) for number, part in enumerate(node)]
     else:
-        fields.append(Field.of(path, node))
+        fields.append(Field.describing(path, node))
         return len(fields) - 1
     return _Branch(path, kind, keys, tuple(_tree(part, path + step, fields) for step, part in parts))
 

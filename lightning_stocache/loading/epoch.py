@@ -119,7 +119,7 @@ class Epoch(Iterator[Any]):
             if self._due.samples or self._due.is_compared:
                 changes.end(workers.look(self._due, plans.begin))
             self._has_looked = True
-            if changes.are_heard:
+            if changes.source_has_changed:
                 plans.gather_no_more(self._block)
         plans.request = workers.requests.request
         workers.begin(plans.begin)
@@ -309,7 +309,7 @@ class Epoch(Iterator[Any]):
     def _look_for_change(self) -> bool:
         """Whether nothing more may be gathered. Workers compare the state of the source that they have."""
         changes = self._cached.changes
-        if changes.are_heard or cast(Gatherer, self._gatherer).cache.changes != self._changes:
+        if changes.source_has_changed or cast(Gatherer, self._gatherer).cache.changes != self._changes:
             return True
         queue = self._plans.queue
         is_gathered = bool(self._batches) or (bool(queue) and queue[0].places is not None)

@@ -81,7 +81,7 @@ class _Open:
         if store is None or not isinstance(self.dataset, CachedDataset):
             return None
         cached = cached_source(self.dataset)
-        has_changed = cached.changes.are_heard or cached.changes.witness.look() is not None
+        has_changed = cached.changes.source_has_changed or cached.changes.witness.look() is not None
         return store.codec if cached.opened.source is self.source and not has_changed else None
 
     def is_being_read(self, requests: Iterable[CacheRequest], stages: Collection[str]) -> bool:
@@ -96,9 +96,9 @@ class _Open:
     def has_changed(self, requests: Iterable[CacheRequest], stages: Collection[str]) -> bool:
         """Whether the dataset has changed, and its loaders in these requests can begin with a new cache."""
         served = [request for request in requests if self.serves(request)]
-        if not served or isinstance(self.dataset, CachedStream) or not cached_source(self.dataset).changes.are_heard:
+        if not served or isinstance(self.dataset, CachedStream) or self.is_being_read(served, stages):
             return False
-        return not self.is_being_read(served, stages)
+        return cached_source(self.dataset).changes.source_has_changed
 
     def has_grown(self, requests: Iterable[CacheRequest], stages: Collection[str]) -> bool:
         """Whether the dataset has grown, and a larger cache may take the place of this one."""
