@@ -336,6 +336,7 @@ class CallCaches:
             before = cached.opened
             if all(self._group.exchange(is_continued(before, new.source, cached.changes.witness.machinery))):
                 cache = replace(before, request=replace(before.request, source=new.source), source=new.source)
+                opened.request = cache.request  # the old object goes
                 opened.dataset = dataset_over(CachedSource(cache))
 
     def _close_outdated(self, requests: Sequence[CacheRequest], stages: Collection[str]) -> dict[int, _Open]:
