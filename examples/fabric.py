@@ -1,4 +1,4 @@
-"""The third door with Fabric: your own loop on several ranks, which share one cache.
+"""CachedDataset and CachedLoader with Fabric: your own loop on several ranks, which share one cache.
 
     python examples/fabric.py                  # one rank
     python examples/fabric.py --devices 2      # two ranks: each sample is loaded once, whichever rank asks for it

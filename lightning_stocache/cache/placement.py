@@ -239,8 +239,10 @@ class Arc:
         """The slot of an index, or NO_SLOT. A negative index has none: its meaning is the source's own."""
         if not 0 <= index < self.length:
             return NO_SLOT
-        if self.domain is not None and (index := self.domain.rank(index)) == NO_RANK:
-            return NO_SLOT
+        if self.domain is not None:
+            index = self.domain.rank(index)
+            if index == NO_RANK:
+                return NO_SLOT
         slot = (index * self.step - self.start) % self.size
         return slot if slot < self.slots else NO_SLOT
 

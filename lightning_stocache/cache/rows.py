@@ -61,7 +61,7 @@ class Field:
         shape: empty for numbers.
 
     Example:
-        >>> field = Field.of("[0]", torch.zeros(2, dtype=torch.int16))
+        >>> field = Field.describing("[0]", torch.zeros(2, dtype=torch.int16))
         >>> field.nbytes, str(field)
         (4, 'Tensor of dtype torch.int16 and shape (2,)')
     """
@@ -77,7 +77,7 @@ class Field:
         return 0 if self.dtype is None else self.dtype.itemsize * math.prod(self.shape)
 
     @classmethod
-    def of(cls, path: str, leaf: Any) -> Field:
+    def describing(cls, path: str, leaf: Any) -> Field:
         """Describe a leaf. Raises UnsupportedSampleError, with advice, for a leaf without a fixed size."""
         kind = type(leaf)
         if leaf is None:
@@ -121,7 +121,7 @@ class Field:
                     return True
             elif self.kind in _NUMBERS or leaf is None:
                 return True
-        return Field.of(self.path, leaf) == self
+        return Field.describing(self.path, leaf) == self
 
     def agree(self, leaves: Sequence[Any]) -> bool:
         """Whether all leaves surely match this field. False if each must be asked by itself."""
@@ -295,7 +295,7 @@ class SampleSpec:
             try:
                 if field.agrees(leaf):
                     continue
-                came = str(Field.of(field.path, leaf))
+                came = str(Field.describing(field.path, leaf))
             except Exception as error:  # the code of a tensor subclass may raise anything
                 came = f"something else: {text_of(error)}"
             raise _mismatch(index, field.path, str(field), came)
@@ -422,7 +422,7 @@ def _tree(node: Any, path: str, fields: list[Field]) -> _Branch | int:
     elif kind in (tuple, list):
         parts = [(f"[{number}]", part) for number, part in enumerate(node)]
     else:
-        fields.append(Field.of(path, node))
+        fields.append(Field.describing(path, node))
         return len(fields) - 1
     return _Branch(path, kind, keys, tuple(_tree(part, path + step, fields) for step, part in parts))
 
@@ -458,7 +458,7 @@ def _assemble(node: _Branch | int, leaves: Sequence[Sequence[Any]], samples: int
 def _mismatch(index: int | None, path: str, expected: str, came: str) -> SampleMismatchError:
     sample = "a sample" if index is None else f"sample {index}"
     return SampleMismatchError(
-        f"{sample}: {named(path)} must be {expected}, as in the first sample; got {came}. "
+        f"{sample}: {named(path)} must be {expected}, as in all rows of this cache; got {came}. "
         "Rows have one structure, dtype and shape: convert, resize or pad them in the source, or keep records: "
         'layout="records" of CachedDataset, CachedStream or RollingCache'
     )

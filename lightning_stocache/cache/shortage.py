@@ -65,7 +65,8 @@ class Shortage:
                 lowest = numbers[1] = min(lowest, numbers[1] or lowest)
         left = lowest - allocated - reserve
         self._unchecked, self._next_look = left // _SHARE, now + _EVERY
-        if numbered and not segment.on_disk and (room := segment.free_bytes) is not None:
+        room = segment.free_bytes if numbered and not segment.on_disk else None
+        if room is not None:
             batches = max((room + allocated) // 100, _LEAST_FILES)
             self._unchecked = min(left, room - batches) // _SHARE
             if room - batches < nbytes:

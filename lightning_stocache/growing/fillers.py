@@ -201,9 +201,12 @@ def _fill(
     end_with_parent()
     torch.set_num_threads(1)
     seed = draws.seed + number + restarts * count
-    random.seed(seed), np.random.seed(seed % 2**32), torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
     become_worker(number, count, seed, draws.source)
-    notes, in_a_row = _notes_in(memory, count)[number], 0
+    notes = _notes_in(memory, count)[number]
+    in_a_row = 0
     drawn = store.drawn(number)
     resident = None if draws.passes is None else store.slots_by_index(draws.length or 0)
     for draw in draws.share(number, count, drawn):
@@ -211,7 +214,8 @@ def _fill(
             return
         drawn += 1
         store.note_drawn(number, drawn)
-        if resident is not None and (slot := int(resident[draw.index])) != NO_SLOT and store.is_sound(slot):
+        slot = NO_SLOT if resident is None else int(resident[draw.index])
+        if slot != NO_SLOT and store.is_sound(slot):
             continue
         notes[_INDEX], notes[_SINCE] = draw.index, time.monotonic_ns()
         task = "load"

@@ -99,7 +99,8 @@ class RollingCache(Dataset[Any]):
         layout: "rows" (samples of one shape, only numbers: a batch is one copy per field; other samples are left out),
             "records" (anything that can be pickled), or "auto": rows if the first two samples allow it.
         epoch_samples: samples per epoch and rank, however many are resident. None: each resident sample once. A Trainer
-            counts the batches of such epochs only in one of the doors; else all epochs are as long as the first.
+            counts the batches of such epochs only with StochasticCache or a cached DataModule; else all epochs are as
+            long as the first.
         shuffle: whether fillers draw in shuffled order.
         seed: seed of the fillers' order and of the sampler's order.
         multiprocessing_context: how fillers are started: "fork", "spawn" or "forkserver"; None: the system's default.

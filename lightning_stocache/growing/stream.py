@@ -127,6 +127,7 @@ class CachedStream(Cached, IterableDataset[Any]):
         check_choice("backend", backend, BackendChoice)
         check_count("seed", seed, 0)
         check_flag("shuffle", shuffle)
+        check_flag("defer", defer)
         request = CacheRequest(
             iterable,
             "",

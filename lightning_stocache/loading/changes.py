@@ -127,7 +127,7 @@ class Changes:
     # ---- may stored samples be served? ----
 
     @property
-    def are_heard(self) -> bool:
+    def source_has_changed(self) -> bool:
         """Whether a process of the job has said that the source has changed."""
         counters = self.opened.counters
         return counters is not None and counters.says_changed
@@ -139,7 +139,7 @@ class Changes:
         """
         if self._other_key is not None:
             self._check_indices()
-        if self.are_heard:
+        if self.source_has_changed:
             return True
         change = self.witness.look()
         if change is None and self.witness.doubtful:
@@ -178,7 +178,7 @@ class Changes:
         request = opened.request
         if opened.counters is None or opened.borrowed or self._is_copy or self._home != os.getpid():
             return False
-        if request.name is not None or request.budget.off or opened.group.world > 1 or self.are_heard:
+        if request.name is not None or request.budget.off or opened.group.world > 1 or self.source_has_changed:
             return False
         return not opened.counters.totals().served
 
@@ -201,7 +201,7 @@ class Changes:
         while (cache := self.opened.live_cache) is not None:
             seen = cache.changes
             result = make()
-            if self.opened.live_cache is None or (cache.changes == seen and not self.are_heard):
+            if self.opened.live_cache is None or (cache.changes == seen and not self.source_has_changed):
                 return result
             self.refresh()
         return make()

@@ -5,7 +5,7 @@ bit and in the same order of random draws, cached or not; `CachedSource` serves 
 
 A name is read, written and deleted in the source, unless the class of the wrapper has it (`Forwarding`). The wrapper's
 own attributes begin with two underscores. Dunder names are never forwarded: a loader would find a `__getitems__` of the
-source, which reads past the cache. The doors of the Trainer put a `StandIn` in the place of the user's dataset, which
+source, which reads past the cache. Under a Trainer there is a `StandIn` in the place of the user's dataset, which
 has no name of its own.
 """
 
@@ -27,7 +27,7 @@ from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.setup.open import open_caches
 from lightning_stocache.setup.open_cache import OpenCache
 from lightning_stocache.setup.options import known_options
-from lightning_stocache.setup.request import BackendChoice, CacheRequest, Form, Layout, check_choice
+from lightning_stocache.setup.request import BackendChoice, CacheRequest, Form, Layout, check_choice, check_flag
 from lightning_stocache.source.access import check_source
 
 __all__ = ["Cached", "CachedDataset", "Forwarding", "StandIn", "cached_in", "cached_source", "dataset_over"]
@@ -195,6 +195,7 @@ class CachedDataset(Cached):
         if transform is not None and not callable(transform):
             raise TypeError(f"transform must be a function of a sample, got {transform!r}")
         check_choice("backend", backend, BackendChoice)
+        check_flag("defer", defer)
         super().__init__(source)
         request = CacheRequest(
             source,

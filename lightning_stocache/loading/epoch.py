@@ -114,7 +114,7 @@ class Epoch(Iterator[Any]):
         if not self._has_looked:
             self._look()
             self._has_looked = True
-            if self._cached.changes.are_heard:
+            if self._cached.changes.source_has_changed:
                 self._plans.gather_no_more(self._block)
         self._plans.request = workers.requests.request
         workers.begin(self._plans.begin)
@@ -311,7 +311,7 @@ class Epoch(Iterator[Any]):
     def _has_changed(self, cache: Store) -> bool:
         """Whether nothing more may be gathered. Workers compare the state of the source that they have."""
         changes = self._cached.changes
-        if changes.are_heard or cache.changes != self._changes:
+        if changes.source_has_changed or cache.changes != self._changes:
             return True
         queue = self._plans.queue
         is_gathered = bool(self._batches) or (bool(queue) and queue[0].places is not None)

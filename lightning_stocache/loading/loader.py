@@ -171,7 +171,7 @@ class CachedLoader(DataLoader[Any]):
         """Before an epoch: look whether the source has changed. Persistent workers have one that stays as it was."""
         if is_first and not cached.knows_ranks:
             cached.look_at_ranks()
-        if is_first or cached.changes.are_heard:
+        if is_first or cached.changes.source_has_changed:
             cached.changes.refresh_unread(is_compared=True)
             cached.changes.refresh()
         cached.changes.share_with(self._other_readers, [self.dataset, cached_in(self.dataset)])
@@ -187,7 +187,7 @@ class CachedLoader(DataLoader[Any]):
             self._end_unusable_workers(cached)
             workers = self._workers
         cache = None if cached is None or route != "main" else self._gathers_from(cached)
-        if workers is not None and cached is not None and cached.changes.are_heard:
+        if workers is not None and cached is not None and cached.changes.source_has_changed:
             route = "worker"  # they go on, with the source that they have
         if cached is None or route is None or (route == "main" and cache is None):
             self._keep(None)
@@ -212,7 +212,7 @@ class CachedLoader(DataLoader[Any]):
         workers = self._workers
         if workers is not None:
             workers.raise_death()
-            has_cache = workers.cache is cached.cache or cached.changes.are_heard
+            has_cache = workers.cache is cached.cache or cached.changes.source_has_changed
             if not workers.are_alive or not has_cache:
                 self._keep(None)
 

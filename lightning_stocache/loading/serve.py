@@ -114,7 +114,7 @@ class CachedSource:
                 sample = None if any(type(each) is Odd for each in samples) else stacked(samples)
             else:
                 sample = self.changes.make_current(partial(self._serve_one, cache, position, key))
-            if self.changes.are_heard or sample is None:
+            if self.changes.source_has_changed or sample is None:
                 self.changes.refresh()
                 return self._uncached(self.source, [key], is_whole=True)[0]
             return self._transformed(sample) if position is None else self._finished(sample, position)
@@ -171,7 +171,7 @@ class CachedSource:
             elif cache is not None:
                 others = {} if are_plain else dict(zip(positions, keys, strict=True))
                 unfinished = self._serve(cache, positions, others)
-                if not self.changes.are_heard:
+                if not self.changes.source_has_changed:
                     return self._each_finished(unfinished, positions)
                 self.changes.refresh()  # before the tail draws: the whole source draws for this batch
             source = self.opened.source if are_indices else self.source

@@ -39,7 +39,7 @@ __all__ = [
     "open_anew",
     "release",
     "share_use",
-    "take_turn",
+    "lock_turn",
     "unlock",
     "use_alone",
 ]
@@ -136,8 +136,8 @@ def is_used(descriptor: int) -> bool:
     return not is_free
 
 
-def take_turn(descriptor: int, seconds: float) -> bool:
-    """Take the turn. Returns False if it is not free within the seconds. `flock(LOCK_UN)` ends the turn."""
+def lock_turn(descriptor: int, seconds: float) -> bool:
+    """Take the turn. Returns False if it is not free within the seconds. `fcntl.flock` with LOCK_UN unlocks it."""
     return not are_exclusive() or _try(seconds, _flock, descriptor, fcntl.LOCK_EX)
 
 

@@ -396,7 +396,7 @@ class Segment:
         file = self.descriptor
         with self._threads:
             try:
-                self._is_late = not locks.take_turn(file, 0 if self._is_late else _PATIENCE)
+                self._is_late = not locks.lock_turn(file, 0 if self._is_late else _PATIENCE)
                 return None if self._is_late else work(*args)
             finally:
                 if self._has_turns:  # no function of Python's, at whose beginning KeyboardInterrupt could come

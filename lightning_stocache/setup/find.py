@@ -140,7 +140,7 @@ class SourceReader:
         self._reader = reader
 
     @classmethod
-    def of(cls, requests: Sequence[CacheRequest]) -> list[SourceReader]:
+    def for_all(cls, requests: Sequence[CacheRequest]) -> list[SourceReader]:
         """The readers of sources that open together. One forked process reads all without a `worker_init_fn`."""
         shared = list(filter(_shares_process, requests))
         reader, numbers = Reader(list(map(_subject, shared)), "fork"), count()

@@ -97,7 +97,7 @@ class _Opening:
     keep_free: int = 0
 
     @classmethod
-    def of(cls, reader: SourceReader) -> _Opening:
+    def begin(cls, reader: SourceReader) -> _Opening:
         """Begin to open the cache of a request."""
         witness = Witness(reader.request.source) if reader.request.by_index else None
         return cls(reader, witness, {} if witness is None else witness.sums())
@@ -175,7 +175,7 @@ def open_caches(
     except (OSError, ImportError, RuntimeError) as error:
         return _without(requests, group, error, strict=must_open)
     with ExitStack() as stack:
-        openings = [stack.enter_context(closing(_Opening.of(reader))) for reader in SourceReader.of(requests)]
+        openings = [stack.enter_context(closing(_Opening.begin(reader))) for reader in SourceReader.for_all(requests)]
         _compare_states(openings, group)
         if not openings:
             return []

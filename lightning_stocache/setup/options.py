@@ -7,20 +7,19 @@ config, so a Trainer would get a config in place of a callback.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
 from functools import cached_property
-from typing import Any, Self, TypeAlias, cast
+from typing import Any, TypeAlias
 
 from torch.utils.data import Dataset
 
 from lightning_stocache.cache.placement import Domain
 from lightning_stocache.node.budget import Budget
-from lightning_stocache.setup.request import CacheRequest, Form, LoaderSettings, check_flag
+from lightning_stocache.setup.request import CacheRequest, Form, LoaderSettings, check_flag, check_options
 
-__all__ = ["STAGES", "Budgets", "CacheOptions", "known_options"]
+__all__ = ["STAGES", "Budgets", "CacheOptions", "known_options", "nearest"]
 
 STAGES = ("train", "val", "test", "predict")
 
@@ -89,28 +88,17 @@ class CacheOptions:
             object.__setattr__(self, "budget", dict(self.budget))  # of a config
         check_flag("keep_cache", self.keep_cache)
         check_flag("streams", self.streams)
-        self.request(cast(Any, None), LoaderSettings(1, 0), cast(str, self.name), None)  # checks the other options
+        check_options(self)
+        _parse(self.budget)
 
     @cached_property
     def budgets(self) -> dict[str, Budget]:
         """The budget of each pot. Stages without a budget of their own share the pot ""."""
-        if not isinstance(self.budget, Mapping):
-            return {"": Budget.parse(self.budget)}
-        if unknown := set(self.budget) - set(STAGES):
-            got = ", ".join(map(str, sorted(unknown)))
-            raise ValueError(f"budget may name the stages {', '.join(STAGES)}; got {got}")
-        given = {stage: Budget.parse(budget) for stage, budget in self.budget.items() if budget is not None}
-        return {**given, "": Budget.parse("auto")}
+        return _parse(self.budget)
 
     def plain(self) -> dict[str, Any]:
         """The options by name, as plain values."""
         return asdict(self)
-
-    def without(self, stage: str) -> Self:
-        """The same options with a budget of 0 for a stage."""
-        other = copy.copy(self)
-        vars(other)["budgets"] = {**self.budgets, stage: Budget.parse(0)}
-        return other
 
     def pot(self, stage: str) -> str:
         """The pot that a stage's datasets draw on."""
@@ -144,6 +132,24 @@ class CacheOptions:
         )
 
 
+def nearest(name: Any, names: Iterable[str]) -> str:
+    """The name that is most like a mistyped one."""
+    [match] = get_close_matches(str(name), list(names), n=1, cutoff=0.0)
+    return match
+
+
+def _parse(budget: Budgets) -> dict[str, Budget]:
+    """The budget of each pot. Raises ValueError if one cannot be read, or names no stage."""
+    if not isinstance(budget, Mapping):
+        return {"": Budget.parse(budget)}
+    unknown = set(budget) - set(STAGES)
+    if unknown:
+        got = ", ".join(map(str, sorted(unknown)))
+        raise ValueError(f"budget may name the stages {', '.join(STAGES)}; got {got}")
+    given = {stage: Budget.parse(of_stage) for stage, of_stage in budget.items() if of_stage is not None}
+    return {**given, "": Budget.parse("auto")}
+
+
 def known_options(cache: Mapping[str, Any] | None) -> dict[str, Any]:
     """The options in the `cache` node of a Hydra config.
 
@@ -158,6 +164,5 @@ def known_options(cache: Mapping[str, Any] | None) -> dict[str, Any]:
     known = [option.name for option in fields(CacheOptions)]
     for key in cache or {}:
         if key not in known:
-            [nearest] = get_close_matches(str(key), known, n=1, cutoff=0.0)
-            raise ValueError(f"cache.{key} is no option. Did you mean cache.{nearest}?")
+            raise ValueError(f"cache.{key} is no option. Did you mean cache.{nearest(key, known)}?")
     return dict(cache or {})

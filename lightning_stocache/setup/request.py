@@ -33,6 +33,7 @@ __all__ = [
     "check_choice",
     "check_count",
     "check_flag",
+    "check_options",
 ]
 
 log = logging.getLogger(__name__)
@@ -71,6 +72,19 @@ def check_flag(name: str, value: Any) -> None:
     """Refuse a value that is not a bool."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be true or false, got {value!r}")
+
+
+def check_options(options: Any) -> None:
+    """Refuse values that options of a `CacheRequest`, or of `CacheOptions`, cannot have."""
+    check_choice("store", options.store, Form)
+    for name in ("freeze_random", "strict", "prefill"):
+        check_flag(name, getattr(options, name))
+    if not isinstance(options.fingerprint, str):
+        raise TypeError(f"fingerprint must be a string, got {options.fingerprint!r}")
+    if options.name is not None:
+        check_name(options.name)
+    if options.dir is not None and (not isinstance(options.dir, str) or not options.dir):
+        raise TypeError(f"dir must be the path of a directory, as a string, got {options.dir!r}")
 
 
 def check_budget(budget: Budget) -> None:
@@ -158,19 +172,11 @@ class CacheRequest:
         if self.domain is not None and self.domain.is_whole:
             object.__setattr__(self, "domain", None)
         check_choice("layout", self.layout, Layout)
-        check_choice("store", self.store, Form)
-        for name in ("freeze_random", "strict", "prefill"):
-            check_flag(name, getattr(self, name))
+        check_options(self)
         if self.store == "encoded" and self.layout == "rows":
             raise ValueError("store='encoded' keeps records, so layout='rows' is not possible")
         if self.spec is not None and not isinstance(self.spec, SampleSpec | RecordCodec):
             object.__setattr__(self, "spec", _codec_of(self.spec, self.layout))
-        if not isinstance(self.fingerprint, str):
-            raise TypeError(f"fingerprint must be a string, got {self.fingerprint!r}")
-        if self.name is not None:
-            check_name(self.name)
-        if self.dir is not None and (not isinstance(self.dir, str) or not self.dir):
-            raise TypeError(f"dir must be the path of a directory, as a string, got {self.dir!r}")
 
     @property
     def length(self) -> int:

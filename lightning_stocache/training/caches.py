@@ -29,7 +29,6 @@ from typing import Any, cast
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_stocache.cache.counters import Counts
-from lightning_stocache.cache.placement import Domain
 from lightning_stocache.cache.records import SampleCodec
 from lightning_stocache.growing.stream import CachedStream, stream_for, stream_source
 from lightning_stocache.insight.tallies import coverage
@@ -50,25 +49,30 @@ __all__ = ["CallCaches"]
 log = logging.getLogger(__name__)
 
 _MOST_FRUITLESS = 2
+_OFF = Budget.parse(0)
 
 
 @dataclass(eq=False)
 class _Open:
-    """A source with an open cache, its pot, the indices that have a slot (None: all), and the stages that read it."""
+    """An open cache: the request that it was opened for, the dataset around it, and the stages that read it."""
 
-    source: Dataset[Any]
+    request: CacheRequest
     dataset: CachedDataset | CachedStream
-    pot: str
-    domain: Domain | None = None
     stages: set[str] = field(default_factory=set)
     idle: bool = False  # kept from an earlier call, and not read in this call
     is_largest: bool = False  # a larger cache could not take its place
+
+    @property
+    def source(self) -> Any:
+        """The user's dataset or stream."""
+        return self.dataset.source
 
     def serves(self, request: CacheRequest) -> bool:
         """Whether this cache can serve the loader of a request, too."""
         if self.source is not request.source:
             return False
-        return _stage(request) in self.stages or self.domain is None or self.domain.covers(request.domain)
+        domain = self.request.domain
+        return _stage(request) in self.stages or domain is None or domain.covers(request.domain)
 
     @property
     def codec(self) -> SampleCodec | None:
@@ -77,7 +81,7 @@ class _Open:
         if store is None or not isinstance(self.dataset, CachedDataset):
             return None
         cached = cached_source(self.dataset)
-        has_changed = cached.changes.are_heard or cached.changes.witness.look() is not None
+        has_changed = cached.changes.source_has_changed or cached.changes.witness.look() is not None
         return store.codec if cached.opened.source is self.source and not has_changed else None
 
     def is_being_read(self, requests: Iterable[CacheRequest], stages: Collection[str]) -> bool:
@@ -92,20 +96,22 @@ class _Open:
     def has_changed(self, requests: Iterable[CacheRequest], stages: Collection[str]) -> bool:
         """Whether the dataset has changed, and its loaders in these requests can begin with a new cache."""
         served = [request for request in requests if self.serves(request)]
-        if not served or isinstance(self.dataset, CachedStream) or not cached_source(self.dataset).changes.are_heard:
+        if not served or isinstance(self.dataset, CachedStream) or self.is_being_read(served, stages):
             return False
-        return not self.is_being_read(served, stages)
+        return cached_source(self.dataset).changes.source_has_changed
 
-    def may_grow(self, request: CacheRequest, stages: Collection[str]) -> bool:
+    def has_grown(self, requests: Iterable[CacheRequest], stages: Collection[str]) -> bool:
         """Whether the dataset has grown, and a larger cache may take the place of this one."""
         store = self.dataset.cache
         if self.is_largest or store is None or isinstance(self.dataset, CachedStream):
             return False
+        request = self.request
         if request.name is not None or request.dir is not None or request.store == "auto":
             return False
-        if request.domain is not None or self.domain is not None:
+        served = [other for other in requests if self.serves(other)]
+        if any(each.domain is not None for each in (request, *served)):
             return False
-        return request.length > store.length and not self.is_being_read([request], stages)
+        return any(other.length > store.length for other in served) and not self.is_being_read(served, stages)
 
     def replaced_by(self, larger: _Open, group: NodeGroup) -> _Open:
         """The larger cache with the samples of this one; this one, if not all samples have room there. Collective."""
@@ -184,6 +190,10 @@ class CallCaches:
     def __contains__(self, source: Dataset[Any]) -> bool:
         return any(opened.source is source for opened in self._open)
 
+    def budget(self, stage: str) -> Budget:
+        """The budget of a stage: 0 if its datasets were replaced too often."""
+        return _OFF if self._is_given_up(stage) else self.options.budgets[self.options.pot(stage)]
+
     def pass_by(self, stage: str, title: str, reason: str) -> None:
         """Warn that a loader is not cached."""
         self._warn_once(f"{stage} loader: {title} passes through uncached: {reason}")
@@ -224,15 +234,14 @@ class CallCaches:
         if group != self._group:
             self.close()
             self._group = group
-        self._train_to_come = train_to_come
+        self._train_to_come = train_to_come and not self._is_given_up("train")
         requests = list(requests)
         stages = set(stages)
         known = [None if self.options.for_all else request.domain for request in requests]
         drawn = drawn_by_any(known, group)
         requests = [replace(request, domain=domain) for request, domain in zip(requests, drawn, strict=True)]
         self._replace_sources(requests)
-        self._close_changed(requests, stages)
-        grown = self._take_grown(requests, stages)
+        grown = self._close_outdated(requests, stages)
         self._close_unread(requests, stages)
         new = self._unserved(requests)
         self._open_datasets([each for each in new if not isinstance(each.source, IterableDataset)], grown, later_bytes)
@@ -279,9 +288,11 @@ class CallCaches:
         new: dict[int, CacheRequest] = {}
         for request in requests:
             if self._serving(request) is None and id(request.source) not in new:
-                pot = self.options.pot(_stage(request))  # as it is now: `_close_unread` may have given a stage up
                 domain = united([other.domain for other in requests if other.source is request.source])
-                new[id(request.source)] = replace(request, pot=pot, budget=self.options.budgets[pot], domain=domain)
+                stage = _stage(request)
+                if self._is_given_up(stage):  # since the request was made
+                    request = replace(request, pot=stage, budget=_OFF)
+                new[id(request.source)] = replace(request, domain=domain)
         return list(new.values())
 
     def _open_datasets(self, requests: Sequence[CacheRequest], grown: dict[int, _Open], later_bytes: int) -> None:
@@ -291,13 +302,13 @@ class CallCaches:
         codecs = {source: smaller.codec for source, smaller in grown.items()}
         for cache in open_caches(
             [replace(request, spec=codecs.get(id(request.source))) for request in requests],
-            {pot: left[pot] for pot in self.options.budgets if pot in left},
+            {pot: left[pot] for pot in (*self.options.budgets, *left) if pot in left},
             self._group,
             later_bytes=later_bytes,
             kept_back=self._kept_back(left),
         ):
             request = cache.request
-            opened = _Open(request.source, dataset_over(CachedSource(cache)), request.pot, request.domain)
+            opened = _Open(request, dataset_over(CachedSource(cache)))
             smaller = grown.get(id(request.source))
             if smaller is not None:
                 opened = smaller.replaced_by(opened, self._group)
@@ -325,37 +336,31 @@ class CallCaches:
             before = cached.opened
             if all(self._group.exchange(is_continued(before, new.source, cached.changes.witness.machinery))):
                 cache = replace(before, request=replace(before.request, source=new.source), source=new.source)
-                opened.source = new.source
+                opened.request = cache.request  # the old object goes
                 opened.dataset = dataset_over(CachedSource(cache))
 
-    def _close_changed(self, requests: Sequence[CacheRequest], stages: Collection[str]) -> None:
-        """Close the caches of datasets that have changed; new ones open. Collective."""
-        here = [opened.has_changed(requests, stages) for opened in self._open]
-        changed = [any(ranks) for ranks in zip(*self._group.exchange(here), strict=True)]
-        for opened, has_changed in zip(list(self._open), changed, strict=True):
-            if has_changed:
+    def _close_outdated(self, requests: Sequence[CacheRequest], stages: Collection[str]) -> dict[int, _Open]:
+        """Close the caches of datasets that have changed, so that new ones open. Collective.
+
+        Returns:
+            The caches of datasets that have grown, by the id of the dataset: larger ones take their place.
+        """
+        is_one_node = len(self._group.nodes) == 1
+        here = [
+            (opened.has_changed(requests, stages), is_one_node and opened.has_grown(requests, stages))
+            for opened in self._open
+        ]
+        grown: dict[int, _Open] = {}
+        for opened, by_rank in zip(list(self._open), zip(*self._group.exchange(here), strict=True), strict=True):
+            if any(has_changed for has_changed, _ in by_rank):
                 for stage in sorted(opened.stages & set(stages)):
                     self._count_fruitless(stage, opened, "has changed")
                 opened.dataset.close()
                 self._open.remove(opened)
-
-    def _take_grown(self, requests: Sequence[CacheRequest], stages: Collection[str]) -> dict[int, _Open]:
-        """Remove the caches of grown datasets from the open ones; return them by the id of the dataset. Collective."""
-        if len(self._group.nodes) > 1:
-            return {}
-        serving = [self._serving(request) for request in requests]
-        grown = [
-            opened if opened is not None and opened.may_grow(request, stages) else None
-            for opened, request in zip(serving, requests, strict=True)
-        ]
-        agreed = map(all, zip(*self._group.exchange([opened is not None for opened in grown]), strict=True))
-        taken = {
-            id(request.source): opened
-            for request, opened, is_agreed in zip(requests, grown, agreed, strict=True)
-            if opened is not None and is_agreed
-        }
-        self._open = [opened for opened in self._open if opened not in taken.values()]
-        return taken
+            elif all(has_grown for _, has_grown in by_rank):
+                grown[id(opened.source)] = opened
+                self._open.remove(opened)
+        return grown
 
     def _close_unread(self, requests: Sequence[CacheRequest], stages: set[str]) -> None:
         """Close caches that no loader of these stages reads any more. New caches get their memory."""
@@ -390,12 +395,15 @@ class CallCaches:
         hit = any(self._group.exchange(counts.hits > counts.setup_fills))  # epoch one hits what set-up stored
         self._fruitless[stage] += not hit
         if not hit and self._fruitless[stage] == _MOST_FRUITLESS:
-            self.options = self.options.without(stage)
             advice = "Make the dataset once" if what == "was replaced" else "Change it after the cache, in a transform"
             self._warn_once(
                 f"the {stage} loader is not cached any more: its {type(before.source).__name__} {what} twice before a "
                 f"sample was hit.\n{advice}; for data that grows there is RollingCache"
             )
+
+    def _is_given_up(self, stage: str) -> bool:
+        """Whether a stage is not cached any more."""
+        return self._fruitless[stage] >= _MOST_FRUITLESS
 
     def _warn_once(self, message: str) -> None:
         """Give a warning, once and on one rank."""
@@ -421,14 +429,14 @@ class CallCaches:
                 shuffle=_stage(request) == "train",
             )
             stream_source(stream).open(self._group, back)
-            self._open.append(_Open(request.source, stream, request.pot))
+            self._open.append(_Open(request, stream))
 
     def _left(self, request: CacheRequest) -> Budget:
         """The part of its pot that a new dataset may take: what open caches leave, at most half before train."""
         budget = request.budget
         if budget.unit != "bytes" or budget.off:
             return budget
-        used = sum(opened.dataset.budget_bytes for opened in self._open if opened.pot == request.pot)
+        used = sum(opened.dataset.budget_bytes for opened in self._open if opened.request.pot == request.pot)
         left = max(int(budget.amount) - used, 0)
         if self._train_to_come and request.pot == self.options.pot("train"):
             left = min(left, int(budget.amount) // 2)

@@ -218,7 +218,7 @@ class CallLoaders:
         """Whether a leaf is not cached because the call reads it once."""
         options = self._caches.options
         stage, leaf = leaves[number]
-        if options.for_all or options.dir is not None or options.is_off(stage) or cached_in_leaves(leaf):
+        if options.for_all or options.dir is not None or self._caches.budget(stage).off or cached_in_leaves(leaf):
             return False
         if isinstance(leaf, DataLoader) and source_of(leaf) in self._caches:  # another stage reads it, too
             return False
@@ -230,10 +230,11 @@ class CallLoaders:
     def _finding(self, stage: str, leaf: Any) -> int | str | None:
         """The length of a leaf's dataset, the reason why it cannot be cached, or None if there is nothing to cache."""
         options = self._caches.options
+        budget = self._caches.budget(stage)
         try:
-            return cacheable_length(leaf, stage, options)
+            return cacheable_length(leaf, budget, streams=options.streams)
         except (TypeError, ValueError) as error:
-            if options.is_off(stage):
+            if budget.off:
                 return None
             if options.strict:
                 raise type(error)(f"the {stage} loader cannot be cached, {title(leaf)}: {error}") from error

@@ -10,9 +10,8 @@ Lightning runs the hook of each callback in the list as it was when the hook beg
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -20,26 +19,19 @@ from lightning_stocache.setup.options import STAGES, Budgets, CacheOptions, know
 from lightning_stocache.setup.request import Form, check_flag
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.call_loaders import CallLoaders
-from lightning_stocache.training.lightning_internals import data_sources, warn
+from lightning_stocache.training.lightning_internals import data_sources, put_first, skip_empty_hooks, warn
 from lightning_stocache.training.monitor import CacheMonitor
 from lightning_stocache.training.resume import ResumePoint
 
 __all__ = ["StochasticCache", "SwitchedCache"]
 
 
-@dataclass(eq=False)
-class _Call:
-    """What a StochasticCache has changed for one call of a Trainer.
+class _Call(NamedTuple):
+    """What a StochasticCache has changed for one call of a Trainer: loaders, their sources in Lightning, a monitor."""
 
-    Args:
-        loaders: the loaders of the call.
-        sources: Lightning's data sources, whose loaders are replaced.
-        callbacks: callbacks that leave when the call ends: its monitor, and itself if a DataModule has brought it.
-    """
-
-    loaders: CallLoaders | None = None
-    sources: list[Any] = field(default_factory=list)
-    callbacks: list[Any] = field(default_factory=list)
+    loaders: CallLoaders
+    sources: list[Any]
+    monitor: CacheMonitor | None
 
 
 class StochasticCache(Callback):
@@ -68,6 +60,9 @@ class StochasticCache(Callback):
 
     is_guest: ClassVar[bool] = False
     """Whether another StochasticCache in the list takes its place."""
+
+    is_brought = False
+    """Whether a DataModule brings it to the callbacks of each call; it leaves them when the call ends."""
 
     monitor_class: ClassVar[type[CacheMonitor]] = CacheMonitor
     resume_point: ClassVar[type[ResumePoint]] = ResumePoint
@@ -104,6 +99,7 @@ class StochasticCache(Callback):
         self.caches.verbose = verbose
         self.verbose = verbose
         self._calls: dict[int, _Call] = {}  # by the Trainer's id: a fit may validate by another Trainer
+        skip_empty_hooks(self)
 
     __init__.__doc__ = CacheOptions.__doc__  # for `help`, and the `--help` of LightningCLI
 
@@ -120,7 +116,7 @@ class StochasticCache(Callback):
         used = min(caches, key=lambda cache: cache.is_guest, default=self)
         if used is not self:
             if not self.is_guest:
-                where = "of the DataModule" if used.is_brought_to(trainer) else "before this one in the list"
+                where = "of the DataModule" if used.is_brought else "before this one in the list"
                 warn(f"there is a StochasticCache {where}: this one does nothing")
             return
         point.leaves_ends = self.is_guest
@@ -130,54 +126,45 @@ class StochasticCache(Callback):
         for name, source in sources.items():
             if hasattr(source.instance, "loaders_at_hand"):  # a StocacheDataModule
                 at_hand |= source.instance.loaders_at_hand(name)
-        call = self._call_of(trainer)
-        call.loaders = CallLoaders(self.caches, getters, trainer, at_hand)
-        call.sources = list(sources.values())
-        for name, source in sources.items():
-            source.dataloader = partial(call.loaders, name)
-        self._move_to_front(trainer)  # a callback that raises in `on_exception` ends those behind it
+        loaders = CallLoaders(self.caches, getters, trainer, at_hand)
+        monitor = None
         if not any(isinstance(callback, CacheMonitor) for callback in callbacks):
             monitor = self.monitor_class(hyperparameters=not self.is_guest, verbose=self.verbose)
             monitor.is_guest = self.is_guest
-            call.callbacks.append(monitor)
-            trainer.callbacks = [monitor, *trainer.callbacks]  # type: ignore[attr-defined]
-            monitor.setup(trainer, pl_module, stage)
+        self._calls[id(trainer)] = _Call(loaders, list(sources.values()), monitor)
+        for name, source in sources.items():
+            source.dataloader = partial(loaders, name)
+        put_first(trainer, self)  # a callback that raises in `on_exception` ends those behind it
+        if monitor is not None:
+            monitor.setup(trainer, pl_module, stage)  # it joins the callbacks, as the first
         self._tell_monitors(trainer, self.caches)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Close the caches of the call, unless they are kept, and take the monitor out."""
-        call = self._calls.pop(id(trainer), _Call())
-        for source in call.sources:
-            vars(source).pop("dataloader", None)
-        if call.loaders is not None:
+        call = self._calls.pop(id(trainer), None)
+        leaving: list[Callback | None] = [self] if self.is_brought else []
+        if call is not None:
+            for source in call.sources:
+                vars(source).pop("dataloader", None)
             call.loaders.end()
+            self._tell_monitors(trainer, None)
+            leaving.append(call.monitor)
         if not self._calls:
             self.caches.end_call()
-        if call.loaders is not None:
-            self._tell_monitors(trainer, None)
-        leaving = set(map(id, call.callbacks))
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        trainer.callbacks = [callback for callback in callbacks if id(callback) not in leaving]  # type: ignore[attr-defined]
+        trainer.callbacks = [  # type: ignore[attr-defined]
+            callback for callback in callbacks if all(callback is not other for other in leaving)
+        ]
 
     def bring(self, trainer: Any) -> None:
         """Join the callbacks of a Trainer for one call, in front. A DataModule that is to be cached calls it."""
-        self._move_to_front(trainer)
-        self._call_of(trainer).callbacks.append(self)
-
-    def is_brought_to(self, trainer: Any) -> bool:
-        """Whether a DataModule has brought this callback to a Trainer."""
-        return self in self._calls.get(id(trainer), _Call()).callbacks
-
-    def _move_to_front(self, trainer: Any) -> None:
-        trainer.callbacks = [self, *(each for each in trainer.callbacks if each is not self)]
+        put_first(trainer, self)
+        self.is_brought = True
 
     def _tell_monitors(self, trainer: Any, caches: CallCaches | None) -> None:
         for callback in trainer.callbacks:
             if isinstance(callback, CacheMonitor):
                 callback.caches = caches
-
-    def _call_of(self, trainer: Any) -> _Call:
-        return self._calls.setdefault(id(trainer), _Call())
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """End the call: Lightning skips `teardown` after an exception."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from inspect import signature
 from typing import Any, Literal, Self, TypeAlias, TypeVar
 
 import torch
@@ -16,8 +17,9 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_stocache.growing.rolling_cache import RollingCache, share_pools
+from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.loading.loader_sampler import locality_sampler
-from lightning_stocache.setup.options import STAGES, Budgets, CacheOptions, known_options
+from lightning_stocache.setup.options import STAGES, Budgets, CacheOptions, known_options, nearest
 from lightning_stocache.setup.request import Form, check_count
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.call_loaders import CallLoaders
@@ -106,8 +108,7 @@ class StocacheDataModule(LightningDataModule):
         super().__init__()
         check_count("batch_size", batch_size, 1)
         check_count("num_workers", num_workers, 0)
-        if loader is not None and not isinstance(loader, Mapping):
-            raise TypeError(f"loader must be a mapping from arguments of DataLoader to values, got {loader!r}")
+        _check_loader_arguments(loader)
         _check_function("transform", transform)
         _check_function("batch_transform", batch_transform)
         _check_function("eval_transform", eval_transform, "'same', ")
@@ -122,8 +123,8 @@ class StocacheDataModule(LightningDataModule):
         self.loader = {name: value for name, value in (loader or {}).items() if value is not None}
         self.transform = transform
         self.batch_transform = batch_transform
-        self.eval_transform = transform if isinstance(eval_transform, str) else eval_transform
-        self.eval_batch_transform = batch_transform if isinstance(eval_batch_transform, str) else eval_batch_transform
+        self.eval_transform = transform if eval_transform == "same" else eval_transform
+        self.eval_batch_transform = batch_transform if eval_batch_transform == "same" else eval_batch_transform
         self.prepare = prepare
         self._cache = StochasticCache(
             budget,
@@ -182,7 +183,8 @@ class StocacheDataModule(LightningDataModule):
         if is_under_trainer(self):
             self._cache.bring(self.trainer)
         for name in STAGES if stage is None else _STAGES_OF_CALL[stage]:
-            if (given := getattr(self, name)) is not None:
+            given = getattr(self, name)
+            if given is not None:
                 if name not in self._datasets:
                     self._datasets[name] = _datasets_of(name, given)
                 share_pools(self._datasets[name])
@@ -397,6 +399,19 @@ def _from_options(datamodule: M, cache: Mapping[str, Any] | None = None) -> M:
 
 
 vars(cache_datamodule)["from_options"] = _from_options  # as the classes have it
+
+
+def _check_loader_arguments(loader: Any) -> None:
+    """Refuse what cannot be further arguments of each DataLoader."""
+    if loader is None:
+        return
+    if not isinstance(loader, Mapping):
+        raise TypeError(f"loader must be a mapping from arguments of DataLoader to values, got {loader!r}")
+    parameters = signature(DataLoader).parameters.keys() | signature(CachedLoader).parameters.keys()
+    known = parameters - {"dataset", "positional", "arguments"}
+    for name in loader:
+        if name not in known:
+            raise ValueError(f"loader has no argument {name!r}. Did you mean {nearest(name, known)!r}?")
 
 
 def _check_function(name: str, value: Any, others: str = "") -> None:

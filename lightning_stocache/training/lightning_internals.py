@@ -5,6 +5,7 @@
 - `epoch_loop._on_before_fetch`, `_on_after_fetch`: the loop calls them before and after it asks for a batch.
 - `epoch_loop._batches_that_stepped`: the number under which Lightning logs the values of a step, and
   `_should_accumulate`: whether the step goes on with the next batch.
+- `call._call_callback_hooks`: calls a hook of each callback, but one that is None.
 
 If a version of Lightning lacks a name, the feature that needs it is off, with one warning.
 """
@@ -12,16 +13,32 @@ If a version of Lightning lacks a name, the feature that needs it is off, with o
 from __future__ import annotations
 
 import logging
+import re
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
+from lightning.pytorch import Callback
+from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import rank_zero_only
 
 from lightning_stocache import console
 
-__all__ = ["data_sources", "leaves_samplers_alone", "logged_step", "say", "step_calls", "step_under_way", "warn"]
+__all__ = [
+    "data_sources",
+    "leaves_samplers_alone",
+    "logged_step",
+    "put_first",
+    "say",
+    "skip_empty_hooks",
+    "step_calls",
+    "step_under_way",
+    "warn",
+]
 
 log = logging.getLogger(__name__)
+
+_BATCH_HOOKS = [name for name in dir(Callback) if re.match("on_(before|after)_|.*_batch_", name)]
 
 
 @rank_zero_only
@@ -37,6 +54,33 @@ def warn(text: str) -> None:
 
 
 _warn_once = cache(warn)
+
+
+def put_first(trainer: Any, callback: Any) -> None:
+    """Make a callback the first of a Trainer, in a new list: Lightning may be going through the one that there is."""
+    trainer.callbacks = [callback, *(other for other in trainer.callbacks if other is not callback)]
+
+
+@cache
+def _skips_none() -> bool:
+    """Whether Lightning skips a hook that is None."""
+    trainer: Any = SimpleNamespace(callbacks=[SimpleNamespace(hook=None)], lightning_module=None)
+    call_hooks = getattr(call, "_call_callback_hooks", None)
+    try:
+        call_hooks(trainer, "hook")  # type: ignore[misc]
+    except (AttributeError, TypeError):
+        return False
+    return True
+
+
+def skip_empty_hooks(callback: Any) -> None:
+    """Let Lightning skip the hooks of a batch that a callback does not define: to call one takes 2 us.
+
+    A subclass may still define it, and call that of `super()`.
+    """
+    for name in _BATCH_HOOKS:
+        if getattr(type(callback), name) is getattr(Callback, name) and _skips_none():
+            setattr(callback, name, None)
 
 
 def leaves_samplers_alone(trainer: Any) -> bool:

@@ -23,7 +23,7 @@ from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.loading.loader_copy import check_loader, copy_over, length_of
 from lightning_stocache.loading.loader_tree import Cached, cached_in_leaves, wrapped_loader
 from lightning_stocache.loading.position import LoaderState
-from lightning_stocache.setup.options import CacheOptions
+from lightning_stocache.node.budget import Budget
 from lightning_stocache.setup.request import check_budget
 from lightning_stocache.source.access import check_stream
 from lightning_stocache.torch_internals import unwrapped_pipe
@@ -137,10 +137,13 @@ def title(leaf: Any) -> str:
     return type(source_of(leaf) if isinstance(leaf, DataLoader) else leaf).__name__
 
 
-def cacheable_length(leaf: Any, stage: str, options: CacheOptions) -> int | None:
+def cacheable_length(leaf: Any, budget: Budget, *, streams: bool) -> int | None:
     """The length of a loader's dataset; -1 for a stream, None if there is nothing to cache.
 
-    `leaf` is the object that Lightning iterates over for a stage.
+    Args:
+        leaf: the object that Lightning iterates over for a stage.
+        budget: the budget of the stage.
+        streams: whether streams are cached.
 
     Raises:
         TypeError: the loader cannot be cached; the message has the reason and the remedy.
@@ -157,12 +160,12 @@ def cacheable_length(leaf: Any, stage: str, options: CacheOptions) -> int | None
         if hasattr(dataset, "__getitem__") and not is_stream:
             advice = f"Wrap its {type(dataset).__name__} with CachedDataset where you make it"
         raise TypeError(f"it is no torch.utils.data.DataLoader. {advice}")
-    if is_stream and (not options.streams or options.is_off(stage)):
+    if is_stream and (not streams or budget.off):
         raise TypeError("it is iterable-style. streams=True keeps its samples in epoch one, if all of it fits")
     check_loader(leaf)
     if is_stream:
         check_stream(source_of(leaf), type(None), in_pipe=True)
-        check_budget(options.budgets[options.pot(stage)])
+        check_budget(budget)
         return -1
     return length_of(dataset)
 

@@ -33,7 +33,14 @@ from lightning_stocache.insight.verdict import Caches, epoch_line, verdict
 from lightning_stocache.loading.loader_tree import cached_in_leaves, is_stream
 from lightning_stocache.setup.request import check_flag
 from lightning_stocache.training.caches import CallCaches
-from lightning_stocache.training.lightning_internals import logged_step, say, step_under_way, warn
+from lightning_stocache.training.lightning_internals import (
+    logged_step,
+    put_first,
+    say,
+    skip_empty_hooks,
+    step_under_way,
+    warn,
+)
 from lightning_stocache.training.loaders import running_loaders
 from lightning_stocache.training.progress import Progress, log_every
 
@@ -123,35 +130,43 @@ class CacheMonitor(Callback):
         progress_bar: bool = True,
         verbose: bool = True,
     ) -> None:
-        options = {"live": live, "per_node": per_node, "hyperparameters": hyperparameters}
-        for name, value in (options | {"progress_bar": progress_bar, "verbose": verbose}).items():
-            check_flag(name, value)
-        self.live, self.per_node, self.hyperparameters = live, per_node, hyperparameters
-        self.progress_bar, self.verbose = progress_bar, verbose
+        check_flag("live", live)
+        check_flag("per_node", per_node)
+        check_flag("hyperparameters", hyperparameters)
+        check_flag("progress_bar", progress_bar)
+        check_flag("verbose", verbose)
+        self.live = live
+        self.per_node = per_node
+        self.hyperparameters = hyperparameters
+        self.progress_bar = progress_bar
+        self.verbose = verbose
         self._is_first = True  # of several monitors
-        self._tallies, self._progress = Tallies(), Progress()
+        self._tallies = Tallies()
+        self._progress = Progress()
         self._epochs: list[dict[str, float]] = []
         # Moments, in seconds: of Lightning's hook, the begin of the epoch, of the latest validation, the end of a step
         self._opened_at = self._begun_at = self._paused_at = self._step_ended_at = 0.0
         self._paused = 0.0  # seconds of the validations in this epoch
         self._start_seconds = 0.0  # of waiting for this epoch's first batch
         self._has_steps = False  # whether this epoch has begun a batch
-        self._live_every, self._live_step = 0, -1  # steps between two live values; 0: none are logged
+        self._live_every = 0  # steps between two live values; 0: none are logged
+        self._live_step = -1  # the latest step with live values
+        skip_empty_hooks(self)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Move to the front of the callbacks. Of several monitors the first in the list logs."""
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        monitors = [callback for callback in callbacks if isinstance(callback, CacheMonitor)]
-        self._is_first = not monitors or monitors[0] is self
+        self._is_first = next((other for other in callbacks if isinstance(other, CacheMonitor)), self) is self
         if self._is_first:
-            trainer.callbacks = [self, *(other for other in callbacks if other is not self)]  # type: ignore[attr-defined]
+            put_first(trainer, self)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock, and log what was granted."""
         loaders = trainer.train_dataloader
         self._epochs.clear()
         self._tallies.begin("train", loaders)
-        self._opened_at, self._has_steps = time.perf_counter(), False
+        self._opened_at = time.perf_counter()
+        self._has_steps = False
         self._tallies.pools.metrics(loaders)  # the rates of a rolling cache begin here
         if not self._is_first:
             return
@@ -176,14 +191,16 @@ class CacheMonitor(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin an epoch. Lightning does not call this in one that goes on after a resume."""
-        self._opened_at, self._has_steps = moment(trainer.strategy.root_device), False
+        self._opened_at = moment(trainer.strategy.root_device)
+        self._has_steps = False
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Count the batch. An epoch has begun with its loaders, in the first one before any hook."""
         loaders = trainer.train_dataloader
         self._tallies.start("train", loaders)
         if not self._has_steps:
-            self._has_steps, self._paused = True, 0.0
+            self._has_steps = True
+            self._paused = 0.0
             self._begun_at = min(self._opened_at, began_at(loaders))
             self._start_seconds = self._tallies.seconds("train", loaders)[0]
 
@@ -212,7 +229,8 @@ class CacheMonitor(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin a validation, or the like. It belongs to no training, and may read the same dataset."""
-        stage, now = _stage_of(trainer), time.perf_counter()
+        stage = _stage_of(trainer)
+        now = time.perf_counter()
         self._tallies.begin(stage, running_loaders(trainer, stage))
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._tallies.pause("train", running_loaders(trainer, "train"))
@@ -248,7 +266,8 @@ class CacheMonitor(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forget the caches of the call."""
         self._tallies.end()
-        self._tallies, self._live_step = Tallies(), -1
+        self._tallies = Tallies()
+        self._live_step = -1
         self._progress = Progress()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

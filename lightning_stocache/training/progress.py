@@ -18,12 +18,14 @@ class Progress:
     """Shows the caches of one fit."""
 
     def __init__(self) -> None:
-        self._is_full, self._is_first_epoch = False, True
+        self._is_full = False
+        self._is_first_epoch = True
         self._cadence = 1  # batches between two updates
 
     def begin(self, trainer: Any) -> None:
         """Begin a fit. A kept cache may be full already."""
-        self._is_full, self._is_first_epoch = _are_full(_caches(trainer)), True
+        self._is_full = _are_full(_caches(trainer))
+        self._is_first_epoch = True
         tenth = int(min(trainer.num_training_batches, 10**6)) // 10 + 1  # inf if the loader has no length
         # Every training batch counts as a step here, also where gradients are accumulated.
         self._cadence = min(log_every(trainer) or tenth, tenth)

@@ -24,6 +24,7 @@ from torch.utils.data import (
 
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.loading.loader_sampler import index_sampler
+from lightning_stocache.sampling.locality_sampler import LocalitySampler
 from lightning_stocache.training.loaders import source_of
 from lightning_stocache.training.resume import ResumePoint
 from lightning_stocache.training.sampling import replicas
@@ -141,4 +142,6 @@ def _repeats(loader: DataLoader[Any]) -> bool:
         return bool(sampler.replacement) or len(sampler) > len(loader.dataset)  # type: ignore[arg-type]
     if type(sampler) is SubsetRandomSampler:
         return len(set(map(int, sampler.indices))) < len(sampler.indices)
+    if type(sampler) is LocalitySampler:
+        return sampler.draws is not None
     return type(sampler) not in (SequentialSampler, DistributedSampler)

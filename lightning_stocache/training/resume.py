@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from lightning_stocache.growing.rolling_cache import RollingCache
 from lightning_stocache.loading.loader_sampler import batches_of, drawn_from, index_sampler, set_epoch
 from lightning_stocache.loading.loader_tree import loaders_in
-from lightning_stocache.training.lightning_internals import leaves_samplers_alone, say, warn
+from lightning_stocache.training.lightning_internals import leaves_samplers_alone, say, skip_empty_hooks, warn
 from lightning_stocache.training.loaders import TrainerLoader
 from lightning_stocache.training.sampling import epochs_done, replicas
 
@@ -54,6 +54,7 @@ class ResumePoint(Callback):
         self._begun_at: int | None = None  # number of batches that had begun at the start of the epoch
         self.leaves_ends = False
         """Whether checkpoints between two epochs get no state. They resume as without a cache."""
+        skip_empty_hooks(self)
 
     @classmethod
     def for_trainer(cls, trainer: Any) -> ResumePoint:

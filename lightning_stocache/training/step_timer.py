@@ -124,7 +124,8 @@ class StepTimer(Callback):
     def _end_epoch(self) -> bool:
         """Note the means of an epoch. Returns whether the epoch had a step."""
         self._clock.pause()
-        if means := self._clock.take():
+        means = self._clock.take()
+        if means:
             self.epochs.append(means)
         return bool(means)
 

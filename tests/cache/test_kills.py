@@ -241,7 +241,7 @@ def put_under_signals(job: Job, strikes: int) -> None:
                     signal.setitimer(signal.ITIMER_REAL, 0)
             except KeyboardInterrupt:
                 struck += 1
-                assert locks.take_turn(other.segment.descriptor, 0), "the turn was not ended"
+                assert locks.lock_turn(other.segment.descriptor, 0), "the turn was not ended"
                 fcntl.flock(other.segment.descriptor, fcntl.LOCK_UN)
                 store.release(store.divide(indices)[0])
                 missing = [index for index in indices if store.place(index) == NO_PLACE]

@@ -165,7 +165,7 @@ def test_every_mismatch_says_where_what_was_expected_and_what_came() -> None:
         (1, 2**63, "int", "an int of more than 64 bits: 9223372036854775808"),
     ]
     for first, other, expected, came in mismatches:
-        words = rf"sample 17: field \['x'\]\.label must be .*{expected}.*, as in the first sample; got .*{came}"
+        words = rf"sample 17: field \['x'\]\.label must be .*{expected}.*, as in all rows of this cache; got .*{came}"
         with pytest.raises(SampleMismatchError, match=words):
             SampleSpec.infer({"x": Pair(0, first)}).flatten({"x": Pair(0, other)}, 17)
 

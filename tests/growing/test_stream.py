@@ -342,6 +342,7 @@ def test_after_close_and_without_a_budget_it_passes_through() -> None:
         (IterableWrapper([1, 2]), {}, TypeError, "got IterableWrapper"),
         (Numbers(), {"budget": "50%"}, ValueError, "nobody knows the size"),
         (Numbers(), {"seed": -1}, ValueError, "seed"),
+        (Numbers(), {"defer": "yes"}, ValueError, "defer must be true or false"),
     ],
 )
 def test_wrong_arguments_are_refused(given: Any, arguments: Any, error: type[Exception], words: str) -> None:

@@ -1,5 +1,6 @@
 """The sentences about the epochs of a run, and at its end."""
 
+from ast import literal_eval
 from contextlib import closing
 from unittest.mock import Mock
 
@@ -14,7 +15,7 @@ from lightning_stocache.insight.verdict import Caches, epoch_line, verdict
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.grant import Grant
 from tests.sources import Made
-from tests.training.tiny import Watcher, make_trainer
+from tests.training.tiny import Watcher, data_hooks, make_trainer
 
 
 def epoch(hits=0, misses=0, bypasses=0, coverage=1.0, wait=1.0, compute=1.0, **more):
@@ -166,7 +167,7 @@ def samples(count: int) -> Made:
 def opened(tmp_path):
     """Trains for two epochs, and returns what is known of its caches then, and the slots of all caches."""
 
-    def train(budget, val=0, **options):
+    def train(budget, val=0, *, by_hooks=False, **options):
         known = []
         cache = StochasticCache(budget, **options)
 
@@ -176,7 +177,13 @@ def opened(tmp_path):
                 known.append(sum(opened["slots"] for opened in cache.cache_state()))
 
         loaders = [DataLoader(samples(100), 10), DataLoader(samples(val), 10) if val else None]
-        make_trainer(tmp_path, [cache, Asking()], epochs=2, logger=False).fit(Watcher(), *loaders)
+        sanity = 0 if by_hooks else 2
+        trainer = make_trainer(tmp_path, [cache, Asking()], epochs=2, logger=False, num_sanity_val_steps=sanity)
+        if by_hooks:
+            hooks = data_hooks(train=lambda: loaders[0], val=lambda: loaders[1])
+            trainer.fit(Watcher(), datamodule=hooks)
+        else:
+            trainer.fit(Watcher(), *loaders)
         return known
 
     return train
@@ -199,6 +206,16 @@ def test_the_budget_that_is_advised_holds_every_sample(opened, val):
     assert Budget.parse(advised).amount >= 100_400
     enough, slots = opened(advised, val=val)
     assert (enough.way_out, slots) == ("", 100 + val)
+
+
+def test_the_budget_that_is_advised_leaves_validation_its_own(opened):
+    """Without a sanity check the training set of hooks takes all, and nobody knows how large validation is."""
+    short, slots = opened("40KB", val=20, by_hooks=True)
+    assert slots < 100
+    assert short.way_out.endswith("would hold every sample: val then has a budget of its own")
+    advised = literal_eval(short.way_out.partition("budget=")[2].partition(" would")[0])
+    enough, slots = opened(advised, val=20, by_hooks=True)
+    assert (enough.way_out, slots) == ("", 120)
 
 
 @pytest.mark.parametrize(

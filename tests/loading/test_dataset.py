@@ -297,6 +297,7 @@ TWICE = ConcatDataset([CountedSource(3), Subset(CACHED, [1])])
         ([len, lambda: 1], {}, "cannot be kept as bytes: .*only objects that pickle can write"),
         (UNREAD, {"backend": "shm"}, "backend must be 'auto', 'tmpfile', 'memfd' or 'file', got 'shm'"),
         (UNREAD, {"strict": "yes"}, "strict must be true or false, got 'yes'"),
+        (UNREAD, {"defer": "yes"}, "defer must be true or false, got 'yes'"),
         (UNREAD, {"budget": "lots"}, "budget .*Accepted are"),
         (UNREAD, {"spec": "text", "layout": "rows"}, "cannot be|must be|has no"),
         (UNREAD, {"indices": []}, "must name at least one sample"),

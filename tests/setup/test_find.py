@@ -250,7 +250,7 @@ def test_one_process_reads_all_sources_of_a_call(tmp_path: Path) -> None:
     killing = Made(partial(_report, tmp_path / "killed", ends=True))
     requests = list(map(CacheRequest, (noting, noting, Made(_raises), killing, noting)))
     requests += [CacheRequest(Made(_raises), reader=LoaderSettings(4, 1, worker_init_fn=init))]
-    openings = SourceReader.of(requests)
+    openings = SourceReader.for_all(requests)
     with ExitStack() as stack:
         for opening in openings:
             stack.enter_context(closing(opening))

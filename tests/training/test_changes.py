@@ -125,6 +125,23 @@ def test_a_loader_made_anew_for_every_epoch_goes_with_it(tmp_path):
     assert max(alive) <= 3
 
 
+def test_a_dataset_made_anew_for_every_epoch_goes_with_it(tmp_path):
+    """The cache goes on with the new object, and keeps none of those before."""
+    made, alive = list[Any](), list[int]()
+
+    def make() -> Any:
+        data = source(tmp_path)
+        made.append(weakref.ref(data))
+        gc.collect()
+        alive.append(sum(data() is not None for data in made))
+        return plain_loader(data)
+
+    trainer = make_trainer(tmp_path, [StochasticCache()], epochs=5, **RELOADS)
+    trainer.fit(Model(), datamodule=data_hooks(train=make))
+    assert logged(trainer, "stocache/hits")[1:] == [SAMPLES] * 4
+    assert max(alive) <= 2
+
+
 def fit_anew(
     tmp_path: Path, make: Callable[[int], Any], model: Any = Model, epochs: int = 3, ranks: int = 1, **options: Any
 ) -> Any:

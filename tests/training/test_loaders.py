@@ -11,6 +11,9 @@ import pytest
 import torch
 from lightning.fabric.utilities.data import _replace_dunder_methods as replaced
 from lightning.fabric.utilities.data import _update_dataloader
+from lightning.pytorch import Callback
+from lightning.pytorch.profilers import SimpleProfiler
+from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Dataset, SequentialSampler, TensorDataset
 
@@ -29,6 +32,7 @@ from tests.training.tiny import (
     SAMPLES,
     Data,
     Looking,
+    Model,
     Watcher,
     announced,
     behind,
@@ -299,3 +303,36 @@ def test_without_private_names_of_lightning_a_feature_is_off(caplog):
     assert caplog.text.count("hides where its loaders come from: nothing is cached") == 1
     assert lightning_internals.step_calls(trainer) == []
     assert caplog.text.count("StepTimer times nothing") == 1
+
+
+class Notes(StochasticCache):
+    """A user's own, with a hook of a batch."""
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        super().on_train_batch_end(*args, **kwargs)
+        self.noted = True
+
+
+def test_no_hook_of_a_batch_is_called_that_does_nothing(tmp_path):
+    """Lightning takes time to call one. A subclass may define it, and calls that of `super()`."""
+    profiler, cache = SimpleProfiler(), Notes()
+    trainer = make_trainer(tmp_path, [cache], epochs=1, profiler=profiler, logger=False)
+    trainer.fit(Model(), plain_loader(source(tmp_path)))
+    ours = "[Callback]Notes.", "[Callback]CacheMonitor.", "[Callback]lightning_stocache."
+    called = {name.partition("]")[2] for name in profiler.recorded_durations if name.startswith(ours)}
+    in_batches = {name for name in called if "batch" in name or "before" in name or "after" in name}
+    assert in_batches == {
+        "Notes.on_train_batch_end",
+        "CacheMonitor.on_train_batch_start",
+        "CacheMonitor.on_train_batch_end",
+    }
+    assert cache.noted
+
+
+def test_empty_hooks_stay_where_lightning_may_call_what_is_none(monkeypatch):
+    """In a version of Lightning that calls hooks in another way."""
+    importlib.reload(lightning_internals)
+    monkeypatch.delattr(call, "_call_callback_hooks")
+    callback = Callback()
+    lightning_internals.skip_empty_hooks(callback)
+    assert callable(callback.on_train_batch_end)

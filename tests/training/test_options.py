@@ -76,6 +76,7 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     *((ours, {"batch_size": size}, "batch_size must be a whole number of at least 1, got") for size in (None, 0, "4")),
     (ours, {"num_workers": "2"}, "num_workers must be a whole number of at least 0, got '2'"),
     (ours, {"loader": [1]}, r"loader must be a mapping from arguments of DataLoader to values, got \[1\]"),
+    (ours, {"loader": {"shufle": True}}, "loader has no argument 'shufle'. Did you mean 'shuffle'?"),
     (ours, {"transform": 3}, "transform must be None or a function, got 3"),
     (ours, {"batch_transform": "same"}, "batch_transform must be None or a function, got 'same'"),
     (ours, {"prepare": 3}, "prepare must be None or a function, got 3"),

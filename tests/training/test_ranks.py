@@ -171,7 +171,7 @@ SMALL: dict[str, Any] = {"samples": 512, "batch_size": 8}
 EVERYTHING = list(range(512))
 CONTAINER = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", *OWN_SHM[2:]]
 RUNS: dict[str, dict[str, Any]] = {
-    "full": {"case": "full", "strict": True, "epochs": 1},
+    "full": {"case": "full", "strict": True, "epochs": 2},
     "rows": {},
     "fold": {"case": "fold", "door": "callback"},
     "records": {"case": "records", "budget": "1.5MiB", "door": "cache_datamodule"},

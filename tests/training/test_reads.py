@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, LambdaCal
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from lightning_stocache import CachedDataset, StochasticCache
+from lightning_stocache import CachedDataset, StocacheDataModule, StochasticCache
 from lightning_stocache.setup.options import CacheOptions
 from lightning_stocache.training.caches import CallCaches
 from tests.sources import CountedStream, Made
@@ -41,6 +41,25 @@ def looking_at(tmp_path: Any, door: str, call: str, cache: dict[str, Any], hooks
 
 def is_cached(looking: Looking, stage: str) -> bool:
     return any(looking.slots.get(stage, []))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_fit_of_one_epoch_of_our_datamodule_loads_once(tmp_path: Any, caplog: Any, num_workers: int) -> None:
+    """Its LocalitySampler draws each sample once, so nothing is cached, with the same batches."""
+
+    def run(**options: Any) -> Any:
+        data, model, looking = numbers(tmp_path / "loads"), Watcher(), Looking()
+        dm = StocacheDataModule(data, numbers(), batch_size=BATCH, num_workers=num_workers, **options)
+        torch.manual_seed(5)
+        make_trainer(tmp_path, [looking], epochs=1, logger=False).fit(model, datamodule=dm)
+        return data, model.batches, looking
+
+    data, batches, looking = run()
+    assert not is_cached(looking, "train")
+    assert not is_cached(looking, "val")
+    assert data.loads == LENGTH
+    assert len(said(caplog, f"train and val: {ONCE}")) == 1
+    assert batches == run(budget=0)[1]
 
 
 @pytest.mark.parametrize("door", ["callback", "cache_datamodule"])
