@@ -163,7 +163,8 @@ def clean(parser: argparse.ArgumentParser) -> Action:
     parser.add_argument("--yes", action="store_true", help="do not ask")
 
     def run(arguments: argparse.Namespace) -> None:
-        from lightning_stocache.insight.inventory import caches_in, count, describe, of_jobs, wrapped
+        from lightning_stocache.console import wrapped
+        from lightning_stocache.insight.inventory import caches_in, count, describe, of_jobs
         from lightning_stocache.node.named import clean
 
         _check_directories(parser, [] if arguments.dir is None else [arguments.dir])
@@ -174,8 +175,7 @@ def clean(parser: argparse.ArgumentParser) -> Action:
                 why = "is in use" if of_jobs([name], known) else "does not exist"
                 parser.exit(2, f"{parser.prog}: the cache {name!r} {why}; stocache list\n")
         for cache in known:
-            for line in wrapped(f"{'stays, ' if cache.in_use else ''}{describe(cache)}"):
-                _say(line)
+            _say(wrapped(f"{'stays, ' if cache.in_use else ''}{describe(cache)}"))
         if dead and not arguments.yes:
             sys.stdout.write(f"remove {count(dead)}? [y/N] ")
             sys.stdout.flush()

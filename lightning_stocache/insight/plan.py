@@ -19,13 +19,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from lightning_stocache.insight.inventory import wrapped
+from lightning_stocache.console import wrapped
 from lightning_stocache.insight.measurement import Arm, Curves, Data, Kind, Paces, Spread, Swept
 from lightning_stocache.insight.metrics import seconds
 from lightning_stocache.node.budget import format_bytes
@@ -196,7 +195,7 @@ def as_text(plan: Plan) -> str:
         lines.append("* more than is safely free on this node")
     parts = "with the step" if plan.step else "of the loader (no model was given)"
     lines.append(f"Time of an epoch {parts}; [lowest..highest] measured.")
-    lines += ["", *chain.from_iterable(map(wrapped, plan.sentences))] if plan.sentences else []
+    lines += ["", *map(wrapped, plan.sentences)] if plan.sentences else []
     return "\n".join(lines)
 
 
@@ -214,7 +213,7 @@ def curves_as_text(curves: Curves) -> str:
             if len(points := curves.over(name, kind)) > 1:
                 sentences.append(f"Batches from the {_SOURCES[kind]}: {say(points)}")
     table = [*aligned(rows), "Samples per second; median +- standard deviation of the rounds.", ""]
-    return "\n".join([*table, *chain.from_iterable(map(wrapped, sentences))])
+    return "\n".join([*table, *map(wrapped, sentences)])
 
 
 def save(plan: Plan, path: Path, curves: Curves | None = None) -> None:
