@@ -56,8 +56,6 @@ def fill(parser: argparse.ArgumentParser) -> Action:
     def run(arguments: argparse.Namespace) -> None:
         if arguments.workers < 0:
             parser.error(f"--workers must be a whole number from 0 on, got {arguments.workers}")
-        from hydra.utils import instantiate
-
         from lightning_stocache.training.caches import CallCaches
         from lightning_stocache.training.fill import fill
         from lightning_stocache.training.plan_inputs import datamodule_of
@@ -67,10 +65,8 @@ def fill(parser: argparse.ArgumentParser) -> Action:
         with _refusing(parser, Exception), TemporaryDirectory() as folder, _continuing(parser):
             config = _composed(arguments, folder)
             datamodule = datamodule_of(_instantiated(config, "data"))
-            caches = getattr(datamodule, "caches", None)
-            for callback in (config.get("callbacks") or {}).values():
-                if "StochasticCache" in str((callback or {}).get("_target_", "")).split("."):
-                    caches = instantiate(callback).caches
+            caching = _caching_callback(config)
+            caches = getattr(datamodule if caching is None else caching, "caches", None)
             if not isinstance(caches, CallCaches):
                 raise ValueError("the config caches nothing: it has no StocacheDataModule and no StochasticCache")
             for line, is_whole in fill(datamodule, caches, arguments.workers):
@@ -355,6 +351,20 @@ def _instantiated(config: Any, key: str) -> Any:
     if (node := OmegaConf.select(config, key)) is None:
         raise PlanError(f"the config has no `{key}`: give data=NAME of --config-dir, such as examples/configs")
     return instantiate(node)
+
+
+def _caching_callback(config: Any) -> Any:
+    """The StochasticCache among the callbacks of the config; None if there is none. No other callback is created."""
+    from hydra.utils import get_object, instantiate
+
+    from lightning_stocache.training.callbacks import StochasticCache
+
+    for callback in (config.get("callbacks") or {}).values():
+        target = get_object(callback["_target_"]) if callback and "_target_" in callback else None
+        kind = getattr(target, "__self__", target)  # `StochasticCache.from_options` is a method of the class
+        if isinstance(kind, type) and issubclass(kind, StochasticCache):
+            return instantiate(callback)
+    return None
 
 
 def _composed(arguments: argparse.Namespace, folder: str) -> Any:
