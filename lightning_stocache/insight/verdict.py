@@ -52,37 +52,47 @@ class Caches:
     @classmethod
     def behind(cls, loaders: Any, others: Any = None) -> Caches:
         """The caches behind training loaders; `others` are loaders whose caches may share their budget."""
-        datasets, leaves = cached_in_leaves(loaders), list(leaves_in(loaders))
-        cached = [dataset for dataset in datasets if isinstance(dataset, CachedDataset)]
+        leaves = list(leaves_in(loaders))
+        datasets = cached_in_leaves(loaders)
         stores = [dataset.cache for dataset in datasets if dataset.cache is not None]
-        counters = [dataset.counters for dataset in datasets if dataset.counters is not None]
-        busy = [leaf for leaf in leaves if getattr(leaf, "num_workers", 0)]
-        is_whole = not cached or len(cached[0].group.nodes) == 1
-        short = [dataset for dataset in cached if dataset.cache is not None and coverage([dataset]) < 1]
-        pools = [leaf.dataset for leaf in leaves if isinstance(getattr(leaf, "dataset", None), RollingCache)]
-        pool_reads = None
-        if len(pools) == 1 and hasattr(pools[0].source, "__len__"):
-            pool_reads = pools[0].stats().appended, len(pools[0].source)
-        all_datasets = cached_in_leaves([loaders, others])
+        of_training = [dataset for dataset in datasets if isinstance(dataset, CachedDataset)]
+        of_call = [dataset for dataset in cached_in_leaves([loaders, others]) if isinstance(dataset, CachedDataset)]
+        sharing = {id(dataset): _sharing_budget(dataset, of_call) for dataset in of_training}
         # A set for which others have left nothing has a budget of 0, too.
-        budgets = [
-            cached_source(each).opened.request.budget
-            for each in all_datasets
-            if isinstance(each, CachedDataset)
-            and (each in cached or any(_shares_budget(each, dataset) for dataset in cached))
-        ]
+        budgets = [cached_source(each).opened.request.budget for sets in sharing.values() for each in sets]
+        short = [dataset for dataset in of_training if dataset.cache is not None and coverage([dataset]) < 1]
+        has_one_node = not of_training or len(of_training[0].group.nodes) == 1
+        with_workers = [leaf for leaf in leaves if getattr(leaf, "num_workers", 0)]
         return cls(
             samples=sum(map(samples_of, datasets)),
-            stored=sum(store.filled for store in stores) if is_whole else None,
+            stored=sum(store.filled for store in stores) if has_one_node else None,
             disk_bytes=sum(store.disk_bytes for store in stores),
-            setup_fills=sum(counted.totals().setup_fills for counted in counters),
+            setup_fills=sum(each.counters.totals().setup_fills for each in datasets if each.counters is not None),
             is_off=bool(budgets) and all(budget.off for budget in budgets),
-            way_out=_way_out(short[0], all_datasets) if short else "",
-            starts_workers=any(not leaf.persistent_workers for leaf in busy),
-            has_workers=bool(busy),
+            way_out=_way_out(short[0], sharing[id(short[0])]) if short else "",
+            starts_workers=any(not leaf.persistent_workers for leaf in with_workers),
+            has_workers=bool(with_workers),
             after_cache=next(filter(None, map(_after_cache, leaves)), ""),
-            pool_reads=pool_reads,
+            pool_reads=_pool_reads(leaves),
         )
+
+
+def _sharing_budget(dataset: CachedDataset, of_call: Sequence[CachedDataset]) -> list[CachedDataset]:
+    """A set, and the other sets of a Trainer's call that draw on its budget."""
+
+    def shares(other: CachedDataset) -> bool:
+        requests = [cached_source(each).opened.request for each in (dataset, other)]
+        return requests[0].pot == requests[1].pot and all(request.reader is not None for request in requests)
+
+    return [dataset, *(other for other in of_call if other is not dataset and shares(other))]
+
+
+def _pool_reads(leaves: Sequence[Any]) -> tuple[int, int] | None:
+    """The samples that the rolling cache of a training has loaded, and the number in its source, if it has a length."""
+    pools = [leaf.dataset for leaf in leaves if isinstance(getattr(leaf, "dataset", None), RollingCache)]
+    if len(pools) != 1 or not hasattr(pools[0].source, "__len__"):
+        return None
+    return pools[0].stats().appended, len(pools[0].source)
 
 
 def _after_cache(leaf: Any) -> str:
@@ -98,54 +108,81 @@ def _after_cache(leaf: Any) -> str:
     return ", ".join(filter(None, (decoding, split, own)))
 
 
-def _way_out(dataset: CachedDataset, all_datasets: Sequence[Any]) -> str:
-    """The budget that holds all samples, of the sets that share it, too; or how to live with less memory."""
-    opened, group = cached_source(dataset).opened, dataset.group
-    request = opened.request
-    sets = [dataset, *(each for each in all_datasets if each.cache is not None and _shares_budget(each, dataset))]
-    bytes_of = {id(each): _whole_bytes(each) for each in sets}
-    evaluation = sum(bytes_of[id(each)] for each in sets if each is not dataset)
-    # A validation set that opens first takes at most half.
-    enough = math.ceil(max(sum(bytes_of.values()), 2 * evaluation) / len(group.nodes))
-    in_use = sum(each.cache.memory_bytes + each.cache.disk_bytes for each in sets if each.cache is not None)
-    if request.dir is None:
-        room = largest_grant(dataset.cache.codec, request.reader, len(group.members))[0]  # type: ignore[union-attr]
-        limit, elsewhere = "memory", "dir= puts the cache on a disk"
-    else:
-        limit, elsewhere, room = "the disk", "", 0
-        with suppress(OSError):  # the directory was removed
-            room = int(0.99 * shutil.disk_usage(request.dir).free)
-    if enough > room + in_use:
-        has_files = not isinstance(opened.source, EncodedSource) and access_to(request.source) is not None
-        files = 'store="encoded" keeps files, which are smaller' if has_files else ""
-        return f"{limit} is the limit: {', '.join(filter(None, (elsewhere, files))) or 'nothing more fits'}"
-    # Rounded up, as it is written.
-    unit = 2 ** (10 * max((enough.bit_length() - 1) // 10, 1))
-    written = format_bytes(math.ceil(10 * enough / unit) * unit // 10)
-    with_val = ", with the other sets that share it" if len(sets) > 1 else ""
-    where = " on each node" if len(group.nodes) > 1 else ""
-    of_stage = f" for {request.pot!r}" if request.reader is not None and request.pot else ""
-    sentence = f"a budget of {written}{of_stage}{where} would hold every sample{with_val}"
+# ---- samples without a slot ----
+
+
+def _way_out(dataset: CachedDataset, sharing: Sequence[CachedDataset]) -> str:
+    """How to cache all samples of a set: by the budget that holds them, or with less memory.
+
+    Args:
+        dataset: the set.
+        sharing: the set, and the others that draw on its budget.
+    """
+    sets = [each for each in sharing if each.cache is not None]
+    needed = _needed_bytes(dataset, sets)
+    if needed > _free_bytes(dataset) + sum(map(_used_bytes, sets)):
+        return _with_less_memory(dataset)
+    request = cached_source(dataset).opened.request
+    stage = f" for {request.pot!r}" if request.reader is not None and request.pot else ""
+    where = " on each node" if len(dataset.group.nodes) > 1 else ""
+    with_others = ", with the other sets that share it" if len(sets) > 1 else ""
+    sentence = f"a budget of {_rounded_up(needed)}{stage}{where} would hold every sample{with_others}"
     if request.name is None:
         return sentence
     names = " ".join(cached_source(each).opened.request.name or "" for each in sets)
     return f"{sentence}. A cache with a name keeps its size: first {clean_command(names, request.dir)}"
 
 
-def _shares_budget(other: Any, dataset: CachedDataset) -> bool:
-    """Whether another set of a Trainer's call draws on the budget of a set."""
-    if other is dataset or not isinstance(other, CachedDataset):
-        return False
-    requests = [cached_source(each).opened.request for each in (other, dataset)]
-    return requests[0].pot == requests[1].pot and all(request.reader is not None for request in requests)
+def _needed_bytes(dataset: CachedDataset, sets: Sequence[CachedDataset]) -> int:
+    """The budget of a node that holds all samples of some sets, of which one is the training set."""
+    whole = sum(map(_whole_bytes, sets))
+    others = whole - _whole_bytes(dataset)
+    # A validation set that opens first takes at most half.
+    return math.ceil(max(whole, 2 * others) / len(dataset.group.nodes))
 
 
 def _whole_bytes(dataset: CachedDataset) -> int:
-    """The bytes that hold all samples of a dataset: of records, by what those stored take, if that is more."""
+    """The bytes that hold all samples of a set: of records, by what those stored take, if that is more."""
     cache = dataset.cache
     assert cache is not None
-    stored = (cache.memory_bytes + cache.disk_bytes) / max(cache.filled, 1)
+    stored = _used_bytes(dataset) / max(cache.filled, 1)
     return math.ceil(samples_of(dataset) * max(int(cache.codec.most_slot_bytes), stored))
+
+
+def _used_bytes(dataset: CachedDataset) -> int:
+    cache = dataset.cache
+    return 0 if cache is None else cache.memory_bytes + cache.disk_bytes
+
+
+def _free_bytes(dataset: CachedDataset) -> int:
+    """The bytes that are free where the cache of a set lies."""
+    request, cache = cached_source(dataset).opened.request, dataset.cache
+    if request.dir is None:
+        return largest_grant(None if cache is None else cache.codec, request.reader, len(dataset.group.members))[0]
+    with suppress(OSError):  # the directory was removed
+        return int(0.99 * shutil.disk_usage(request.dir).free)
+    return 0
+
+
+def _with_less_memory(dataset: CachedDataset) -> str:
+    opened = cached_source(dataset).opened
+    has_files = not isinstance(opened.source, EncodedSource) and access_to(opened.request.source) is not None
+    ways = []
+    if opened.request.dir is None:
+        ways.append("dir= puts the cache on a disk")
+    if has_files:
+        ways.append('store="encoded" keeps files, which are smaller')
+    limit = "memory" if opened.request.dir is None else "the disk"
+    return f"{limit} is the limit: {', '.join(ways) or 'nothing more fits'}"
+
+
+def _rounded_up(nbytes: int) -> str:
+    """A number of bytes as text that is not below the number."""
+    unit = 2 ** (10 * max((nbytes.bit_length() - 1) // 10, 1))
+    return format_bytes(math.ceil(10 * nbytes / unit) * unit // 10)
+
+
+# ---- the lines ----
 
 
 def epoch_line(number: int, epoch: Epoch, *, is_stream: bool = False) -> str:
@@ -188,11 +225,8 @@ def verdict(epochs: Sequence[Epoch], caches: Caches) -> list[str]:
 
 def _advice(first: Epoch, later: Epoch, caches: Caches) -> str:
     """What to do next, or why nothing was gained; empty if all that could be gained was."""
-    before, after = first.get("epoch_seconds", 0.0), later.get("epoch_seconds", 0.0)
-    waited, waits = first.get("data_wait_seconds", math.nan), later.get("data_wait_seconds", math.nan)
-    has_gained = max(before - after, waited - waits) > _MATTERS * before
-    still_waits = waits > max(_MATTERS * after, _NOISE)
-    hits_all = later["hit_rate"] > 1 - _MATTERS
+    waits = later.get("data_wait_seconds", math.nan)
+    still_waits = waits > max(_MATTERS * later.get("epoch_seconds", 0.0), _NOISE)
     start = later.get("start_seconds", 0.0)
     if still_waits and caches.starts_workers and start > waits / 2:
         return (
@@ -201,20 +235,33 @@ def _advice(first: Epoch, later: Epoch, caches: Caches) -> str:
         )
     if caches.way_out and (still_waits or math.isnan(waits)):
         return caches.way_out
-    if still_waits and caches.after_cache and hits_all:
+    hits_wait = still_waits and later["hit_rate"] > 1 - _MATTERS
+    if hits_wait and caches.after_cache:
         way_out = "v2 on uint8 tensors is faster, or augment on the device"
         if caches.after_cache.startswith("decoding"):
             way_out = 'store="decoded" decodes once, and takes more memory'
         return f"later epochs wait for what runs after the cache ({caches.after_cache}): {way_out}"
-    if has_gained:
+    if _has_gained(first, later):
         lighter = first.get("compute_seconds", 0.0) - later.get("compute_seconds", 0.0)
-        if caches.has_workers and lighter > _MATTERS * before:
+        if caches.has_workers and lighter > _MATTERS * first.get("epoch_seconds", 0.0):
             return f"later steps took {seconds(lighter)} less, too: no loading beside them, no warm-up"
         return ""
-    if waited < _MATTERS * before * (1 - first["hit_rate"]):
+    if _hardly_waited(first):
         return "training hardly waited for data in its first epoch: a cache gains little here"
-    is_slow = still_waits and hits_all
-    return "nothing was gained: batches from the cache take as long as loaded ones" if is_slow else ""
+    return "nothing was gained: batches from the cache take as long as loaded ones" if hits_wait else ""
+
+
+def _has_gained(first: Epoch, later: Epoch) -> bool:
+    """Whether later epochs were shorter, or waited less. Waiting may be unknown."""
+    before, after = first.get("epoch_seconds", 0.0), later.get("epoch_seconds", 0.0)
+    waited, waits = (epoch.get("data_wait_seconds", 0.0) for epoch in (first, later))
+    return max(before - after, waited - waits) > _MATTERS * before
+
+
+def _hardly_waited(epoch: Epoch) -> bool:
+    """Whether the misses of an epoch cost little."""
+    waited = epoch.get("data_wait_seconds", math.inf)
+    return waited < _MATTERS * epoch.get("epoch_seconds", 0.0) * (1 - epoch["hit_rate"])
 
 
 def _of_pool(last: Epoch, caches: Caches) -> list[str]:
