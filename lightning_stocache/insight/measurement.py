@@ -32,7 +32,20 @@ from lightning_stocache.setup.request import CacheRequest, LoaderSettings
 from lightning_stocache.source.access import check_source
 from lightning_stocache.source.transform_split import Tail
 
-__all__ = ["Arm", "Curves", "Data", "Kind", "Paces", "PlanError", "Spread", "Swept", "measure", "measure_curves"]
+__all__ = [
+    "Arm",
+    "Curves",
+    "Data",
+    "Kind",
+    "Paces",
+    "PlanError",
+    "Spread",
+    "Steps",
+    "Swept",
+    "endless_loader",
+    "measure",
+    "measure_curves",
+]
 
 Kind: TypeAlias = Literal["plain", "stored", "hit"]
 Swept: TypeAlias = Literal["num_workers", "batch_size", "pin_memory"]
@@ -105,6 +118,15 @@ class Paces:
     reason: str | None = None  # why it cannot be cached
     safe_bytes: int = 0  # the largest safe cache on this node
     threads: int = 1  # of torch in this process
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Seconds a batch of a real training, with all of the Trainer's work around its steps."""
+
+    alone: Spread  # the batch is in memory
+    uncached: Spread  # the batch comes from a plain loader
+    start: float = 0.0  # from the start of that loader to its first batch
 
 
 class Arm(NamedTuple):
@@ -205,6 +227,17 @@ def measure_curves(
     return Curves(data, {arm: Spread.across(values) for arm, values in rates.items() if values}, left_out)
 
 
+def endless_loader(data: Data, dataset: CachedDataset, arm: Arm) -> CachedLoader:
+    """A loader of the data's kind over a dataset, on shuffled indices. Misses end with the dataset."""
+    of_workers = () if arm.num_workers else ("multiprocessing_context", "prefetch_factor", "timeout")
+    settings = {name: value for name, value in data.settings.items() if name not in of_workers}
+    settings |= {"batch_size": arm.batch_size, "num_workers": arm.num_workers, "pin_memory": arm.pin_memory}
+    sampler: RandomSampler = RandomSampler(dataset)
+    if arm.kind != "stored":
+        sampler = RandomSampler(dataset, replacement=True, num_samples=_ENDLESS)
+    return CachedLoader(dataset, sampler=sampler, drop_last=True, **settings)
+
+
 class Trial:
     """Loaders over the source and over a full cache, on shuffled indices.
 
@@ -234,23 +267,16 @@ class Trial:
 
         Misses end with the dataset, because its samples would be hits then.
         """
-        kind, batch_size, num_workers, pin_memory = arm
-        if kind == "hit":
+        if arm.kind == "hit":
             dataset = cast(CachedDataset, self.full)
-        elif kind == "stored":
+        elif arm.kind == "stored":
             dataset = self._finishing(
                 CachedDataset(self.head, self.safe_bytes, spec=self.codec), self.tail, self.data.source
             )
         else:
             dataset = CachedDataset(self.data.source, 0, transform=self.data.transform)
-        of_workers = () if num_workers else ("multiprocessing_context", "prefetch_factor", "timeout")
-        settings = {name: value for name, value in self.data.settings.items() if name not in of_workers}
-        settings["pin_memory"] = pin_memory
-        sampler: RandomSampler = RandomSampler(dataset)
-        if kind != "stored":
-            sampler = RandomSampler(dataset, replacement=True, num_samples=_ENDLESS)
-        loader = CachedLoader(dataset, batch_size, sampler=sampler, num_workers=num_workers, drop_last=True, **settings)
-        wave, begin, ends = max(num_workers, 1), time.perf_counter(), list[float]()
+        loader = endless_loader(self.data, dataset, arm)
+        wave, begin, ends = max(arm.num_workers, 1), time.perf_counter(), list[float]()
         try:
             for _ in loader:
                 ends.append(time.perf_counter() - begin)
@@ -262,8 +288,8 @@ class Trial:
                 dataset.close()
         waves = ends[wave - 1 :: wave]
         if len(waves) < 2:
-            return ends[-1] / len(ends) / batch_size
-        return (waves[-1] - waves[0]) / (len(waves) - 1) / wave / batch_size
+            return ends[-1] / len(ends) / arm.batch_size
+        return (waves[-1] - waves[0]) / (len(waves) - 1) / wave / arm.batch_size
 
     def _full(self, indices: Sequence[int], samples: Sequence[Any], slot_bytes: int) -> CachedDataset:
         """A full cache of these samples, repeated up to the length of the dataset or up to `_LARGE` bytes."""
