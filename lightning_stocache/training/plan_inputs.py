@@ -28,7 +28,7 @@ from lightning_stocache.training.sampling import loader_domain
 
 __all__ = ["ARGUMENTS", "as_datamodule", "measure_steps", "take_source", "take_training_data", "world"]
 
-_STEPS = 48  # with a batch in memory, and as many with a loader; the first third of each warms up
+_STEPS = 96  # with a batch in memory, and as many with a loader; the first third of each warms up
 # The Trainer's arguments for `measure_steps`, in place of the user's. A progress bar is part of a step.
 ARGUMENTS: dict[str, Any] = {
     "max_epochs": 1,

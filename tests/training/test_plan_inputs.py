@@ -90,5 +90,5 @@ def test_the_step_is_that_of_a_real_trainer(tmp_path):
     assert 0.005 <= taken.alone.low < taken.alone.high
     assert 0.025 <= taken.uncached.low < taken.uncached.high
     assert taken.start >= 0
-    assert len(images) == 2 * 48 * 4
+    assert len(images) == 2 * 96 * 4
     assert all(float(image.min()) >= 100 for image in images)
