@@ -31,6 +31,7 @@ from lightning_stocache.setup.find import SourceReader, parts_of
 from lightning_stocache.setup.request import CacheRequest, LoaderSettings
 from lightning_stocache.source.access import check_source
 from lightning_stocache.source.transform_split import Tail
+from lightning_stocache.source.transforms import reading
 
 __all__ = [
     "Arm",
@@ -254,10 +255,11 @@ class Trial:
         self.head, self.tail = parts_of(data.source, found)
         indices = torch.randperm(data.samples)[: 2 * data.batch_size].tolist()
         begin, samples = time.perf_counter(), list[Any]()
-        for index in indices:
-            samples.append(self.head[index])
-            if time.perf_counter() - begin > _READING:
-                break
+        with reading(getattr(self.tail, "heads", ())):
+            for index in indices:
+                samples.append(self.head[index])
+                if time.perf_counter() - begin > _READING:
+                    break
         self.read_seconds = (time.perf_counter() - begin) / len(samples)
         self.safe_bytes = data.safe_bytes(self.codec)
         self.full = None if self.codec is None else self._full(indices, samples, self.codec.slot_bytes)
