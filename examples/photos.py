@@ -56,7 +56,7 @@ def load(path: str, size: int) -> Tensor:
 def normalise(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Bytes to floats around zero, on the device: floats are four times as large in the cache and on the way there."""
     images, labels = batch
-    return images.float().div(127.5).sub(1), labels
+    return images.float().div_(127.5).sub_(1), labels
 
 
 def count_classes(root: str | None = None) -> int:

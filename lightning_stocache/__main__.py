@@ -14,7 +14,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -56,21 +56,17 @@ def fill(parser: argparse.ArgumentParser) -> Action:
     def run(arguments: argparse.Namespace) -> None:
         if arguments.workers < 0:
             parser.error(f"--workers must be a whole number from 0 on, got {arguments.workers}")
-        from hydra.utils import instantiate
-
         from lightning_stocache.training.caches import CallCaches
         from lightning_stocache.training.fill import fill
-        from lightning_stocache.training.plan_inputs import datamodule_of
+        from lightning_stocache.training.plan_inputs import as_datamodule
 
         logging.disable(logging.INFO)
         is_complete = True
         with _refusing(parser, Exception), TemporaryDirectory() as folder, _continuing(parser):
             config = _composed(arguments, folder)
-            datamodule = datamodule_of(_instantiated(config, "data"))
-            caches = getattr(datamodule, "caches", None)
-            for callback in (config.get("callbacks") or {}).values():
-                if "StochasticCache" in str((callback or {}).get("_target_", "")).split("."):
-                    caches = instantiate(callback).caches
+            datamodule = as_datamodule(_instantiated(config, "data"))
+            caching = _caching_callback(config)
+            caches = getattr(datamodule if caching is None else caching, "caches", None)
             if not isinstance(caches, CallCaches):
                 raise ValueError("the config caches nothing: it has no StocacheDataModule and no StochasticCache")
             for line, is_whole in fill(datamodule, caches, arguments.workers):
@@ -115,11 +111,11 @@ def pack(parser: argparse.ArgumentParser) -> Action:
 
     def run(arguments: argparse.Namespace) -> None:
         from lightning_stocache.source.pack import pack
-        from lightning_stocache.training.plan_inputs import source_in
+        from lightning_stocache.training.plan_inputs import take_source
 
         chosen = {name: getattr(arguments, name) for name in ("encoded", "workers", "fingerprint", "freeze_random")}
         with _refusing(parser, Exception), TemporaryDirectory() as folder, _continuing(parser):
-            source = source_in(_instantiated(_composed(arguments, folder), arguments.source))
+            source = take_source(_instantiated(_composed(arguments, folder), arguments.source))
             written = pack(source, arguments.path, progress=True, **chosen)
         size = arguments.path.stat().st_size
         _say(f"{arguments.path}: {len(source):,} samples, {written:,} of them now, {size:,} bytes")
@@ -163,7 +159,8 @@ def clean(parser: argparse.ArgumentParser) -> Action:
     parser.add_argument("--yes", action="store_true", help="do not ask")
 
     def run(arguments: argparse.Namespace) -> None:
-        from lightning_stocache.insight.inventory import caches_in, count, describe, of_jobs, wrapped
+        from lightning_stocache.console import wrapped
+        from lightning_stocache.insight.inventory import caches_in, count, describe, of_jobs
         from lightning_stocache.node.named import clean
 
         _check_directories(parser, [] if arguments.dir is None else [arguments.dir])
@@ -174,8 +171,7 @@ def clean(parser: argparse.ArgumentParser) -> Action:
                 why = "is in use" if of_jobs([name], known) else "does not exist"
                 parser.exit(2, f"{parser.prog}: the cache {name!r} {why}; stocache list\n")
         for cache in known:
-            for line in wrapped(f"{'stays, ' if cache.in_use else ''}{describe(cache)}"):
-                _say(line)
+            _say(wrapped(f"{'stays, ' if cache.in_use else ''}{describe(cache)}"))
         if dead and not arguments.yes:
             sys.stdout.write(f"remove {count(dead)}? [y/N] ")
             sys.stdout.flush()
@@ -314,26 +310,27 @@ def _plan(arguments: argparse.Namespace) -> None:
 
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
-    step, curves = None, None
+    steps, curves = None, None
     with TemporaryDirectory() as folder:  # into which a Trainer writes
         config = _composed(arguments, folder)
         if arguments.threads:
             torch.set_num_threads(arguments.threads)
-        datamodule = plan_inputs.datamodule_of(_instantiated(config, "data"))
+        datamodule = plan_inputs.as_datamodule(_instantiated(config, "data"))
         options = dict(config.get("trainer") or {})
         nodes, ranks = plan_inputs.world(options)
-        data = replace(plan_inputs.training_data(datamodule), nodes=nodes, ranks=ranks)
+        data = replace(plan_inputs.take_training_data(datamodule), nodes=nodes, ranks=ranks)
         paces = measure(data)
         if config.get("model") is not None:
             base = {"_target_": "lightning.pytorch.Trainer"}
             trainer = instantiate(OmegaConf.merge(base, options, plan_inputs.ARGUMENTS, {"default_root_dir": folder}))
-            step = plan_inputs.measure_step(trainer, instantiate(config.model), datamodule, data)
+            with redirect_stdout(sys.stderr):  # the Trainer's progress bar
+                steps = plan_inputs.measure_steps(trainer, instantiate(config.model), datamodule, data)
         sweeps = arguments.workers, arguments.batch_sizes, arguments.pin_memory
         if any(sweeps):
             curves = measure_curves(data, *sweeps, progress=lambda line: sys.stderr.write(f"{line}\n"))
             _say(f"{curves_as_text(curves)}\n")
     epochs = options.get("max_epochs")
-    planned = plan(data, paces, step, epochs if isinstance(epochs, int) and epochs > 0 else None)
+    planned = plan(data, paces, steps, epochs if isinstance(epochs, int) and epochs > 0 else None)
     # A config without a group `cache`, as that of a template's app, takes the option with a plus.
     _say(f"{as_text(planned)}\n\n{'' if 'cache' in config else '+'}cache.budget={planned.budget}")
     if arguments.png is not None:
@@ -355,6 +352,20 @@ def _instantiated(config: Any, key: str) -> Any:
     if (node := OmegaConf.select(config, key)) is None:
         raise PlanError(f"the config has no `{key}`: give data=NAME of --config-dir, such as examples/configs")
     return instantiate(node)
+
+
+def _caching_callback(config: Any) -> Any:
+    """The StochasticCache among the callbacks of the config; None if there is none. No other callback is created."""
+    from hydra.utils import get_object, instantiate
+
+    from lightning_stocache.training.callbacks import StochasticCache
+
+    for callback in (config.get("callbacks") or {}).values():
+        target = get_object(callback["_target_"]) if callback and "_target_" in callback else None
+        kind = getattr(target, "__self__", target)  # `StochasticCache.from_options` is a method of the class
+        if isinstance(kind, type) and issubclass(kind, StochasticCache):
+            return instantiate(callback)
+    return None
 
 
 def _composed(arguments: argparse.Namespace, folder: str) -> Any:

@@ -49,8 +49,8 @@ def say(text: str) -> None:
             _LINES.info(wrapped(_PREFIX + text))
 
 
-def wrapped(text: str) -> str:
-    r"""A text in lines that fit a terminal. All lines but the first are indented.
+def wrapped(text: str, indent: int = 0) -> str:
+    r"""A text in lines that fit a terminal. All lines but the first are indented by four more spaces.
 
     Example:
         >>> print(wrapped(f"stocache: {'a sentence, ' * 7}\nand one of its own"))
@@ -58,21 +58,17 @@ def wrapped(text: str) -> str:
             sentence, a sentence,
             and one of its own
     """
-    first, *others = text.split("\n")
-    lines = _fitting(first, "") or [""]
-    return "\n".join(lines + [line for other in others for line in _fitting(other, "    ")])
-
-
-def _fitting(text: str, indent: str) -> list[str]:
-    # Options of commands are not cut at their hyphens, and paths not at all.
-    return wrap(
-        text,
-        _WIDTH,
-        initial_indent=indent,
-        subsequent_indent="    ",
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
+    lines: list[str] = []
+    for part in text.split("\n"):
+        lines += wrap(
+            part,
+            _WIDTH,
+            initial_indent=" " * (indent + 4 if lines else indent),
+            subsequent_indent=" " * (indent + 4),
+            break_on_hyphens=False,  # of options of commands
+            break_long_words=False,  # paths
+        )
+    return "\n".join(lines)
 
 
 @contextmanager

@@ -43,8 +43,12 @@ class Logged(Dataset[Any]):
         return torch.full((250,), float(index))
 
 
+class Kept(StochasticCache):
+    """A cache by another name."""
+
+
 CONFIGS = {
-    "beside_fill.py": f"from {__name__} import Logged\nfrom tests.training.tiny import Data\n",
+    "beside_fill.py": f"from {__name__} import Kept, Logged\nfrom tests.training.tiny import Data\n",
     "conf/data/ours.yaml": (
         "defaults: [stocache, _self_]\nbatch_size: 8\ntrain: {_target_: beside_fill.Logged, log: '???'}\n"
         "val: {_target_: beside_fill.Logged, log: '${data.train.log}', length: 40}\n"
@@ -52,6 +56,10 @@ CONFIGS = {
     "conf/data/plain.yaml": "_target_: beside_fill.Data\ntrain: {_target_: beside_fill.Logged, log: '???'}\n",
     "conf/data/loader.yaml": (
         "_target_: torch.utils.data.DataLoader\ndataset: {_target_: beside_fill.Logged, log: '${log}'}\nbatch_size: 8\n"
+    ),
+    "conf/callbacks/kept.yaml": (
+        "other: {_target_: lightning.pytorch.callbacks.Timer, duration: never}\n"
+        "mine: {_target_: beside_fill.Kept.from_options, cache: {name: '${cache.name}', dir: '${cache.dir}'}}\n"
     ),
     "conf/callbacks/cached.yaml": (
         "mine: {_target_: lightning_stocache.StochasticCache, name: '${cache.name}', dir: '${cache.dir}'}\n"
@@ -117,11 +125,12 @@ def test_what_was_filled_and_killed_is_continued_and_hit(tmp_path, command, data
     assert (tmp_path / "log").stat().st_size - loaded <= 2 * AT_SETUP
 
 
-def test_a_loader_alone_is_filled_by_the_callback_of_the_config(tmp_path, command, capsys, monkeypatch):
-    """There need be no DataModule, and no validation."""
+@pytest.mark.parametrize("callback", ["cached", "kept"])
+def test_a_loader_alone_is_filled_by_the_callback_of_the_config(tmp_path, command, capsys, monkeypatch, callback):
+    """There need be no DataModule, and no validation. Callbacks of other classes are not created."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     given = [word for word in command if not word.startswith("data.")]
-    main([*given, "data=loader", "callbacks=cached", f"+log={tmp_path}/log"])
+    main([*given, "data=loader", f"callbacks={callback}", f"+log={tmp_path}/log"])
     logging.disable(logging.NOTSET)
     assert "photos-train0: 400 of 400 samples" in capsys.readouterr().out
     sys.modules.pop("beside_fill", None)
@@ -137,4 +146,14 @@ def test_a_sample_that_cannot_be_loaded_is_counted(tmp_path, command, capsys, mo
     out = capsys.readouterr().out
     assert "photos-train0: 399 of 400 samples" in out
     assert "1 could not be loaded or stored" in out
+    sys.modules.pop("beside_fill", None)
+
+
+def test_without_a_budget_nothing_is_filled(command, capsys, monkeypatch):
+    """A budget of 0 is named as the reason; no warning has said so."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SystemExit):
+        main([*command, "data=ours", "cache.budget=0"])
+    logging.disable(logging.NOTSET)
+    assert "budget=0 caches nothing" in capsys.readouterr().err
     sys.modules.pop("beside_fill", None)

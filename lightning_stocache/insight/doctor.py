@@ -24,7 +24,8 @@ import torch
 from lightning_stocache.cache.checksums import checksum
 from lightning_stocache.cache.layout import contents_of
 from lightning_stocache.cache.rows import SampleSpec
-from lightning_stocache.insight.inventory import count, held_lines, wrapped
+from lightning_stocache.console import wrapped
+from lightning_stocache.insight.inventory import count, held_lines
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.node.disk import check_directory
 from lightning_stocache.node.files import memory_directory
@@ -72,12 +73,11 @@ def as_text(findings: Sequence[Finding]) -> str:
     """The findings in lines of 80 columns: the verdict, the findings with a fix, and the others."""
     verdict, *rest = findings
     to_mend = [finding for finding in rest if finding.fix]
-    lines = [*wrapped(f"{verdict.topic}: {verdict.words}"), "", f"{len(to_mend) or 'nothing'} to mend"]
+    lines = [wrapped(f"{verdict.topic}: {verdict.words}"), "", f"{len(to_mend) or 'nothing'} to mend"]
     for finding in to_mend:
-        lines += [*wrapped(f"{finding.topic}: {finding.words}", 2), *wrapped(f"fix: {finding.fix}", 6)]
+        lines += [wrapped(f"{finding.topic}: {finding.words}", 2), wrapped(f"fix: {finding.fix}", 6)]
     lines += ["", "details"]
-    for finding in rest:
-        lines += [] if finding.fix else wrapped(f"{finding.topic}: {finding.words}", 2)
+    lines += [wrapped(f"{finding.topic}: {finding.words}", 2) for finding in rest if not finding.fix]
     return "\n".join(lines)
 
 

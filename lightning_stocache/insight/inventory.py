@@ -12,23 +12,18 @@ from contextlib import suppress
 from datetime import datetime
 from itertools import groupby
 from pathlib import Path
-from textwrap import shorten, wrap
+from textwrap import shorten
 
 from lightning_stocache.cache.layout import Contents, contents_of
+from lightning_stocache.console import wrapped
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.node.files import printable
 from lightning_stocache.node.named import NamedSegment, clean_command, named_segments
 from lightning_stocache.node.open_files import Process, open_files
 
-__all__ = ["caches_in", "count", "describe", "held_lines", "named_lines", "of_jobs", "wrapped"]
+__all__ = ["caches_in", "count", "describe", "held_lines", "named_lines", "of_jobs"]
 
 _PIDS = 8  # the most processes with one command line whose ids are listed
-
-
-def wrapped(text: str, indent: int = 0) -> list[str]:
-    """A sentence as lines of 79 columns. All lines but the first are indented by four more spaces."""
-    later = " " * (indent + 4)  # below, options of commands are not cut at their hyphens
-    return wrap(text, 79, initial_indent=" " * indent, subsequent_indent=later, break_on_hyphens=False)
 
 
 def caches_in(directory: str | None = None) -> list[NamedSegment]:
@@ -62,10 +57,10 @@ def named_lines(names: Sequence[str] = (), directory: str | None = None) -> Iter
         if not alone:
             yield f"{job}: {count(caches)}"
         for cache in caches:
-            yield from wrapped(describe(cache, users.get(cache.key, ())), 0 if alone else 4)
+            yield wrapped(describe(cache, users.get(cache.key, ())), 0 if alone else 4)
     if unused := [segment for segment in segments if not segment.in_use]:
         command = clean_command(directory=directory)
-        yield from wrapped(f"unused: {count(unused)}; {command} removes unused caches")
+        yield wrapped(f"unused: {count(unused)}; {command} removes unused caches")
     if not segments:
         yield f"there are no named caches{' of these names' if names else ''} in {where}"
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from traceback import clear_frames
 from typing import Any, Literal, NamedTuple, Self, TypeAlias, cast
@@ -20,21 +20,33 @@ from typing import Any, Literal, NamedTuple, Self, TypeAlias, cast
 import torch
 from torch.utils.data import Dataset, RandomSampler, Subset
 
-from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampleError
 from lightning_stocache.cache.records import SampleCodec
-from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.dataset import CachedDataset, cached_source, dataset_over
 from lightning_stocache.loading.loader import CachedLoader
+from lightning_stocache.loading.serve import CachedSource
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.node.errors import text_of
 from lightning_stocache.setup.allocation import largest_grant
-from lightning_stocache.setup.forms import choose_codec
-from lightning_stocache.setup.request import LoaderSettings
+from lightning_stocache.setup.find import SourceReader, parts_of
+from lightning_stocache.setup.request import CacheRequest, LoaderSettings
 from lightning_stocache.source.access import check_source
-from lightning_stocache.source.probe import FEW, MANY
-from lightning_stocache.source.random_split import split
-from lightning_stocache.source.transform_split import Cut, Tail
+from lightning_stocache.source.transform_split import Tail
+from lightning_stocache.source.transforms import reading
 
-__all__ = ["Arm", "Curves", "Data", "Kind", "Paces", "PlanError", "Spread", "Swept", "measure", "measure_curves"]
+__all__ = [
+    "Arm",
+    "Curves",
+    "Data",
+    "Kind",
+    "Paces",
+    "PlanError",
+    "Spread",
+    "Steps",
+    "Swept",
+    "endless_loader",
+    "measure",
+    "measure_curves",
+]
 
 Kind: TypeAlias = Literal["plain", "stored", "hit"]
 Swept: TypeAlias = Literal["num_workers", "batch_size", "pin_memory"]
@@ -86,10 +98,14 @@ class Data:
         pins = bool(self.settings.get("pin_memory", False))
         return Arm(kind, self.batch_size if batch_size is None else batch_size, self.num_workers, pins)
 
+    @property
+    def reader(self) -> LoaderSettings:
+        """The loader of one rank."""
+        return LoaderSettings(self.batch_size, self.num_workers, self.settings.get("prefetch_factor"))
+
     def safe_bytes(self, codec: SampleCodec | None) -> int:
         """The largest safe cache on this node, beside the batches of all its ranks."""
-        reader = LoaderSettings(self.batch_size, self.num_workers, self.settings.get("prefetch_factor"))
-        return largest_grant(codec, reader, self.ranks)[0]
+        return largest_grant(codec, self.reader, self.ranks)[0]
 
 
 @dataclass(frozen=True)
@@ -103,6 +119,15 @@ class Paces:
     reason: str | None = None  # why it cannot be cached
     safe_bytes: int = 0  # the largest safe cache on this node
     threads: int = 1  # of torch in this process
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Seconds a batch of a real training, with all of the Trainer's work around its steps."""
+
+    alone: Spread  # the batch is in memory
+    uncached: Spread  # the batch comes from a plain loader
+    start: float = 0.0  # from the start of that loader to its first batch
 
 
 class Arm(NamedTuple):
@@ -203,6 +228,17 @@ def measure_curves(
     return Curves(data, {arm: Spread.across(values) for arm, values in rates.items() if values}, left_out)
 
 
+def endless_loader(data: Data, dataset: CachedDataset, arm: Arm) -> CachedLoader:
+    """A loader of the data's kind over a dataset, on shuffled indices. Misses end with the dataset."""
+    of_workers = () if arm.num_workers else ("multiprocessing_context", "prefetch_factor", "timeout")
+    settings = {name: value for name, value in data.settings.items() if name not in of_workers}
+    settings |= {"batch_size": arm.batch_size, "num_workers": arm.num_workers, "pin_memory": arm.pin_memory}
+    sampler: RandomSampler = RandomSampler(dataset)
+    if arm.kind != "stored":
+        sampler = RandomSampler(dataset, replacement=True, num_samples=_ENDLESS)
+    return CachedLoader(dataset, sampler=sampler, drop_last=True, **settings)
+
+
 class Trial:
     """Loaders over the source and over a full cache, on shuffled indices.
 
@@ -211,55 +247,38 @@ class Trial:
     """
 
     def __init__(self, data: Data) -> None:
-        self.data, self.source, self.transform = data, data.source, data.transform
-        self.codec: SampleCodec | None = None
-        self.reason: str | None = None
-        indices: tuple[int, ...] = (0,)
-        samples: tuple[Any, ...] = (data.source[0],) if data.freeze_random else ()
-        cut: Cut | None = None
-        if not data.freeze_random:
-            parts = split(data.source, quick=MANY - FEW)
-            self.source, self.reason, cut = parts.source, parts.reason, parts.cut
-            indices, samples = parts.indices, parts.samples
-            if parts.tail is not None:
-                finish = partial(_finished, parts.tail, data.transform)
-                self.transform = finish
-                if cut is not None and cut.parts:  # its tail asks for the index
-                    self.source, cut = _Numbered(parts.source), None
-                    samples = tuple(zip(indices, samples, strict=True))
-                    self.transform = partial(_finished_part, finish)
-        try:
-            self.codec = choose_codec(indices, samples, cut=cut) if self.reason is None else None
-        except (UnsupportedSampleError, SampleMismatchError) as error:
-            self.reason = str(error)
-        begin, read = time.perf_counter(), list[Any]()
-        for index in torch.randperm(data.samples)[: 2 * data.batch_size].tolist():
-            read.append(self.source[index])
-            if time.perf_counter() - begin > _READING:
-                break
-        self.read_seconds = (time.perf_counter() - begin) / len(read)
+        self.data = data
+        request = CacheRequest(data.source, freeze_random=data.freeze_random, reader=data.reader)
+        with closing(SourceReader(request)) as reader:
+            found = reader.look()
+        self.codec, self.reason = found.codec, found.reason
+        self.head, self.tail = parts_of(data.source, found)
+        indices = torch.randperm(data.samples)[: 2 * data.batch_size].tolist()
+        begin, samples = time.perf_counter(), list[Any]()
+        with reading(getattr(self.tail, "heads", ())):
+            for index in indices:
+                samples.append(self.head[index])
+                if time.perf_counter() - begin > _READING:
+                    break
+        self.read_seconds = (time.perf_counter() - begin) / len(samples)
         self.safe_bytes = data.safe_bytes(self.codec)
-        self.full = None if self.codec is None else self._full(read, self.codec.slot_bytes)
+        self.full = None if self.codec is None else self._full(indices, samples, self.codec.slot_bytes)
 
     def pace(self, arm: Arm, seconds: float) -> float:
         """Run a loader for some seconds, and for two waves at least. Returns seconds per sample after the first wave.
 
         Misses end with the dataset, because its samples would be hits then.
         """
-        kind, batch_size, num_workers, pin_memory = arm
-        if kind == "hit":
+        if arm.kind == "hit":
             dataset = cast(CachedDataset, self.full)
+        elif arm.kind == "stored":
+            dataset = self._finishing(
+                CachedDataset(self.head, self.safe_bytes, spec=self.codec), self.tail, self.data.source
+            )
         else:
-            budget = self.safe_bytes if kind == "stored" else 0
-            dataset = CachedDataset(self.source, budget, spec=self.codec, transform=self.transform)
-        of_workers = () if num_workers else ("multiprocessing_context", "prefetch_factor", "timeout")
-        settings = {name: value for name, value in self.data.settings.items() if name not in of_workers}
-        settings["pin_memory"] = pin_memory
-        sampler: RandomSampler = RandomSampler(dataset)
-        if kind != "stored":
-            sampler = RandomSampler(dataset, replacement=True, num_samples=_ENDLESS)
-        loader = CachedLoader(dataset, batch_size, sampler=sampler, num_workers=num_workers, drop_last=True, **settings)
-        wave, begin, ends = max(num_workers, 1), time.perf_counter(), list[float]()
+            dataset = CachedDataset(self.data.source, 0, transform=self.data.transform)
+        loader = endless_loader(self.data, dataset, arm)
+        wave, begin, ends = max(arm.num_workers, 1), time.perf_counter(), list[float]()
         try:
             for _ in loader:
                 ends.append(time.perf_counter() - begin)
@@ -271,10 +290,10 @@ class Trial:
                 dataset.close()
         waves = ends[wave - 1 :: wave]
         if len(waves) < 2:
-            return ends[-1] / len(ends) / batch_size
-        return (waves[-1] - waves[0]) / (len(waves) - 1) / wave / batch_size
+            return ends[-1] / len(ends) / arm.batch_size
+        return (waves[-1] - waves[0]) / (len(waves) - 1) / wave / arm.batch_size
 
-    def _full(self, samples: Sequence[Any], slot_bytes: int) -> CachedDataset:
+    def _full(self, indices: Sequence[int], samples: Sequence[Any], slot_bytes: int) -> CachedDataset:
         """A full cache of these samples, repeated up to the length of the dataset or up to `_LARGE` bytes."""
         if self.safe_bytes < slot_bytes:
             raise PlanError(
@@ -283,10 +302,23 @@ class Trial:
             )
         length = min(self.data.samples, max(self.data.batch_size, _LARGE // slot_bytes), self.safe_bytes // slot_bytes)
         repeated = Subset(cast(Any, samples), [number % len(samples) for number in range(length)])
-        dataset = CachedDataset(repeated, spec=self.codec, transform=self.transform)
-        for index in range(length):
-            cast(Any, dataset.cache).fill(index, repeated[index])
-        return dataset
+        dataset = CachedDataset(repeated, spec=self.codec)
+        for number in range(length):
+            cast(Any, dataset.cache).fill(number, repeated[number])
+        tail = None if self.tail is None else partial(_finished, self.tail, indices[: len(samples)])
+        return self._finishing(dataset, tail, repeated)
+
+    def _finishing(self, dataset: CachedDataset, tail: Callable[[Any, int], Any] | None, whole: Any) -> CachedDataset:
+        """The dataset, whose samples are finished by a tail and by the data's transform.
+
+        Args:
+            dataset: it reads the deterministic part of a source.
+            tail: the random part.
+            whole: the source.
+        """
+        opened = cached_source(dataset).opened
+        opened = replace(opened, request=replace(opened.request, source=whole), tail=tail)
+        return dataset_over(CachedSource(opened, self.data.transform))
 
 
 @contextmanager
@@ -318,24 +350,6 @@ def _trial(data: Data) -> Iterator[Trial]:
         raise PlanError(f"a sample of {type(source).__name__} cannot be loaded: {words}") from error
 
 
-class _Numbered(Dataset[Any]):
-    """Samples with their index."""
-
-    def __init__(self, source: Dataset[Any]) -> None:
-        self._source = source
-
-    def __len__(self) -> int:
-        return len(self._source)  # type: ignore[arg-type]
-
-    def __getitem__(self, index: int) -> tuple[int, Any]:
-        return index, self._source[index]
-
-
-def _finished_part(finish: Callable[[Any, int], Any], numbered: tuple[int, Any]) -> Any:
-    index, sample = numbered
-    return finish(sample, index)
-
-
-def _finished(tail: Tail, transform: Callable[[Any], Any] | None, sample: Any, index: int = 0) -> Any:
-    whole = tail(sample, index)
-    return whole if transform is None else transform(whole)
+def _finished(tail: Tail, indices: Sequence[int], sample: Any, number: int) -> Any:
+    """One of the repeated samples, finished as that of its index."""
+    return tail(sample, indices[number % len(indices)])

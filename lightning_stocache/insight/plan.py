@@ -8,6 +8,10 @@ The law is linear. Of the n samples of a rank the share h has a slot on some nod
 A sample without a slot is loaded as by a plain loader, in every epoch. The training steps are added if the main process
 loads. If workers load, or if all samples are hits, an epoch takes the longer of the two.
 
+Loading and steps slow each other down: they share cores, memory and caches of the processor. So a training with a plain
+loader is measured, too. What it takes beyond the law is counted in the share of an epoch's samples that are loaded, and
+what its workers took to start in the first epoch. Validation, checkpoints and callbacks are no part of these seconds.
+
 The advice follows from the ranges that were measured. A cache gains if it is faster even with the lowest plain pace and
 with its own highest paces, and if the training has enough epochs to win back what the first one stores. It gains
 nothing if it is no faster even with the highest plain pace and with its own lowest paces. In between `plan` cannot
@@ -19,14 +23,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from lightning_stocache.insight.inventory import wrapped
-from lightning_stocache.insight.measurement import Arm, Curves, Data, Kind, Paces, Spread, Swept
+from lightning_stocache.console import wrapped
+from lightning_stocache.insight.measurement import Arm, Curves, Data, Kind, Paces, Spread, Steps, Swept
 from lightning_stocache.insight.metrics import seconds
 from lightning_stocache.node.budget import format_bytes
 
@@ -56,42 +59,47 @@ class Plan:
 
     data: Data
     paces: Paces
-    step: Spread | None  # seconds a batch, if there is a model
+    steps: Steps | None  # if there is a model
     rows: tuple[Row, ...]  # by rising budget, uncached first
     budget: str  # the advice, as in a config
     sentences: tuple[str, ...]  # the reasons for the advice
 
 
-def plan(data: Data, paces: Paces, step: Spread | None = None, epochs: int | None = None) -> Plan:
+def plan(data: Data, paces: Paces, steps: Steps | None = None, epochs: int | None = None) -> Plan:
     """Make the table over shares of the dataset; the largest safe budget and the advised budget are among them.
 
     Args:
         data: the training data, and the ranks that load it.
         paces: the measurements of its loader.
-        step: seconds of a training step, if there is a model.
+        steps: the measurements of its steps, if there is a model.
         epochs: number of epochs of the training, if it is known.
     """
-    law = _Law(data, paces, step)
+    law = _Law(data, paces, steps)
     safe = min(paces.safe_bytes / law.dataset_bytes, 1.0) if law.dataset_bytes else 0.0
     share, sentences = _advice(law, safe, epochs)
     percent = math.ceil(round(100 * share, 3))
     budget = "0" if percent == 0 else "auto" if share == safe else f"{percent}%"
     shares = {*_SHARES, safe, *([] if share == safe else [percent / 100])} if law.dataset_bytes else {0.0}
-    return Plan(data, paces, step, tuple(map(law.row, sorted(shares))), budget, tuple(sentences))
+    return Plan(data, paces, steps, tuple(map(law.row, sorted(shares))), budget, tuple(sentences))
 
 
 class _Law:
     """Seconds of an epoch by the share of the dataset that a node caches; arrays are lowest, median, highest."""
 
-    def __init__(self, data: Data, paces: Paces, step: Spread | None) -> None:
+    def __init__(self, data: Data, paces: Paces, steps: Steps | None) -> None:
         self.data, self.paces = data, paces
         none = Spread(0.0, 0.0, 0.0)
-        spreads = (paces.plain, paces.stored, paces.hit, none if step is None else step)
+        spreads = (paces.plain, paces.stored, paces.hit, none if steps is None else steps.alone)
         self.plain, self.stored, self.hit, self.step = (np.array(spread[:3]) for spread in spreads)
-        self.has_step = step is not None
+        self.has_step = steps is not None
         self.samples = data.samples / (data.nodes * data.ranks)  # of one rank in an epoch
         self.batches = math.ceil(self.samples / data.batch_size)
         self.dataset_bytes = 0 if paces.codec is None else data.samples * paces.codec.slot_bytes  # cached whole
+        self.slowdown = 0.0  # seconds of an uncached epoch beyond those of its loading and its steps
+        self.start = 0.0 if steps is None else steps.start
+        if steps is not None:
+            alone = self.epoch(0.0, paces.plain.median, paces.hit.median, steps.alone.median)
+            self.slowdown = max(float(self.batches * steps.uncached.median - alone), 0.0)
 
     def hit_rate(self, share: float) -> float:
         """The hit rate of later epochs: the slots of the nodes add up."""
@@ -104,21 +112,25 @@ class _Law:
         steps = self.batches * step
         return np.maximum(loading, steps) if self.data.num_workers else loading + steps
 
+    def first(self, share: float) -> Any:
+        """Seconds of the first epoch, which loads all samples."""
+        return self.epoch(share, self.plain, self.stored, self.step) + self.slowdown + self.start
+
     def later(self, share: float, plain: Any, hit: Any, step: Any) -> Any:
         """Seconds of a later epoch; if all samples are hits, a thread gathers them beside the steps."""
         if share < 1:
-            return self.epoch(share, plain, hit, step)
+            return self.epoch(share, plain, hit, step) + (1 - share) * self.slowdown
         return np.maximum(self.samples * hit, self.batches * step)
 
     def row(self, share: float) -> Row:
         """The effect of a budget of a share of the dataset."""
         rate = self.hit_rate(share)
-        without = self.epoch(0.0, self.plain, self.hit, self.step)
-        first = self.epoch(rate, self.plain, self.stored, self.step)
+        without = self.later(0.0, self.plain, self.hit, self.step)
+        first = self.first(rate)
         later = self.later(rate, self.plain, self.hit, self.step)
         # The least gain: what the cache loads is slow, and all else. A plain sample is equally slow in both.
         slowest = self.later(rate, self.plain, self.hit[::-1], self.step[::-1])
-        faster = Spread(*(self.epoch(0.0, self.plain, self.hit, self.step[::-1]) / slowest).tolist())
+        faster = Spread(*(self.later(0.0, self.plain, self.hit, self.step[::-1]) / slowest).tolist())
         (_, cold, _), (_, warm, _), (_, plain, _) = first, later, without
         pays_with = None
         if share and faster.low > 1:  # with n epochs cold + (n - 1) * warm < n * plain
@@ -182,8 +194,9 @@ def as_text(plan: Plan) -> str:
     measured = [_pace("plain loader", paces.plain, "sample")]
     if paces.codec is not None:
         measured += [_pace("loaded and stored", paces.stored, "sample"), _pace("from the cache", paces.hit, "sample")]
-    if plan.step is not None:
-        measured.append(_pace("training step", plan.step, "batch"))
+    if plan.steps is not None:
+        measured.append(_pace("training step", plan.steps.alone, "batch"))
+        measured.append(_pace("with its loading", plan.steps.uncached, "batch"))
     lines = [
         f"{data.samples:,} samples{size}, batches of {data.batch_size}, num_workers={data.num_workers}",
         f"{_number(data.nodes, 'node')} x {_number(data.ranks, 'rank')}, threads={paces.threads}",
@@ -194,9 +207,9 @@ def as_text(plan: Plan) -> str:
     ]
     if not all(row.safe for row in plan.rows):
         lines.append("* more than is safely free on this node")
-    parts = "with the step" if plan.step else "of the loader (no model was given)"
+    parts = "with the step" if plan.steps else "of the loader (no model was given)"
     lines.append(f"Time of an epoch {parts}; [lowest..highest] measured.")
-    lines += ["", *chain.from_iterable(map(wrapped, plan.sentences))] if plan.sentences else []
+    lines += ["", *map(wrapped, plan.sentences)] if plan.sentences else []
     return "\n".join(lines)
 
 
@@ -214,7 +227,7 @@ def curves_as_text(curves: Curves) -> str:
             if len(points := curves.over(name, kind)) > 1:
                 sentences.append(f"Batches from the {_SOURCES[kind]}: {say(points)}")
     table = [*aligned(rows), "Samples per second; median +- standard deviation of the rounds.", ""]
-    return "\n".join([*table, *chain.from_iterable(map(wrapped, sentences))])
+    return "\n".join([*table, *map(wrapped, sentences)])
 
 
 def save(plan: Plan, path: Path, curves: Curves | None = None) -> None:
@@ -235,7 +248,7 @@ def save(plan: Plan, path: Path, curves: Curves | None = None) -> None:
     rows = [(float(row.budget.rstrip("%")), row) for row in plan.rows]
     first = line("first epoch", [(percent, row.first_epoch) for percent, row in rows], GREY, "o--")
     later = line("later", [(percent, row.later_epoch) for percent, row in rows], BLUE)
-    of = "Of training" if plan.step else "Of the loader alone"
+    of = "Of training" if plan.steps else "Of the loader alone"
     safe = [percent for percent, row in rows if row.safe]
     room = "" if len(safe) == len(rows) else f" This node has room for {max(safe):.0f} %."
     ticks = {100 * share: f"{100 * share:.0f}" for share in _SHARES if 100 * share <= rows[-1][0]}

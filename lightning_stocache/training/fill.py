@@ -40,11 +40,13 @@ def fill(datamodule: Any, caches: CallCaches, workers: int = 0) -> Iterator[tupl
         A line about each cache, and whether all samples for which there is room are stored.
 
     Raises:
-        PlanError: the caches have no name, or nothing can be cached.
+        PlanError: the caches have no name, their budget is 0, or nothing can be cached.
         Exception: what a source or a hook raises.
     """
     if caches.options.name is None:
         raise PlanError("only a cache with a name outlives this command: cache.name=photos")
+    if all(caches.options.is_off(stage) for stage in ("train", "val")):
+        raise PlanError("budget=0 caches nothing: give the budget of the job, such as cache.budget=8GiB")
     datamodule.prepare_data()
     datamodule.setup("fit")
     try:

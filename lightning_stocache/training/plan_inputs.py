@@ -1,23 +1,24 @@
 """The inputs of a plan from a DataModule and a LightningModule: how training data is loaded, and how long a step takes.
 
-`training_data` asks the DataModule for its training loader, once, and opens no cache. `measure_step` trains in a real
-Trainer with the same batch again and again: the time between two requests for a batch is the step with all of
-Lightning's work around it. It needs its own process, because it replaces the DataModule's hooks and trains the model.
+`take_training_data` runs the DataModule's hooks, once, and opens no cache. `measure_steps` trains in a real Trainer: at
+first with the same batch again and again, then with a plain loader. The time between two requests for a batch has all
+of Lightning's work in it. It needs its own process, because it replaces the DataModule's hooks and trains the model.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from lightning_stocache.insight.measurement import Data, PlanError, Spread
+from lightning_stocache.insight.measurement import Data, PlanError, Spread, Steps, endless_loader
 from lightning_stocache.loading.dataset import CachedDataset, cached_in, cached_source
 from lightning_stocache.loading.loader_copy import settings_of
 from lightning_stocache.loading.loader_tree import loaders_in
@@ -25,12 +26,13 @@ from lightning_stocache.setup.options import CacheOptions
 from lightning_stocache.training.caches import CallCaches
 from lightning_stocache.training.sampling import loader_domain
 
-__all__ = ["ARGUMENTS", "datamodule_of", "measure_step", "source_in", "training_data", "world"]
+__all__ = ["ARGUMENTS", "as_datamodule", "measure_steps", "take_source", "take_training_data", "world"]
 
-# The Trainer's arguments for `measure_step`, in place of the user's; a third of the batches warm up.
+_STEPS = 96  # with a batch in memory, and as many with a loader; the first third of each warms up
+# The Trainer's arguments for `measure_steps`, in place of the user's. A progress bar is part of a step.
 ARGUMENTS: dict[str, Any] = {
     "max_epochs": 1,
-    "limit_train_batches": 48,
+    "limit_train_batches": 2 * _STEPS + 1,  # the last is asked for, and not there
     "limit_val_batches": 0,
     "num_sanity_val_steps": 0,
     "devices": 1,
@@ -39,14 +41,14 @@ ARGUMENTS: dict[str, Any] = {
     "callbacks": None,
     "logger": False,
     "enable_checkpointing": False,
-    "enable_progress_bar": False,
     "enable_model_summary": False,
 }
+_FEW = 6  # that are enough after ten seconds
+_PATIENCE = 10.0
 _ROUNDS = 4  # stretches of steps, whose means differ by the noise of the machine
-_PATIENCE = 10.0  # seconds, after which six batches are enough
 
 
-def datamodule_of(given: Any) -> Any:
+def as_datamodule(given: Any) -> Any:
     """The given DataModule, or a DataModule around the given training loader; a cache of that loader is closed."""
     if not isinstance(given, DataLoader):
         return given
@@ -58,10 +60,11 @@ def datamodule_of(given: Any) -> Any:
     return datamodule
 
 
-def training_data(datamodule: Any, *, whole: bool = False) -> Data:
-    """The source of a DataModule's training loader, and the settings of that loader.
+def take_training_data(datamodule: Any, *, whole: bool = False) -> Data:
+    """Run the hooks of a DataModule up to its training loader, and take the loader's source and settings.
 
-    The source contains the samples that the loader's sampler can draw, or with `whole` the whole dataset.
+    From then on the DataModule caches nothing. The source contains the samples that the loader's sampler can draw, or
+    with `whole` the whole dataset.
 
     Raises:
         PlanError: the argument is no DataModule, or has not exactly one training DataLoader.
@@ -97,51 +100,70 @@ def training_data(datamodule: Any, *, whole: bool = False) -> Data:
     return Data(source, batch_size, loader.num_workers, transform, settings, options.freeze_random)
 
 
-def source_in(given: Any) -> Any:
-    """The dataset of a config: a DataModule's training set, a dataset, or a function that makes one.
+def take_source(given: Any) -> Any:
+    """Take the dataset of a config: a DataModule's training set, a dataset, or a function that makes one.
 
     Raises:
         PlanError: the argument is none of these.
     """
     if hasattr(given, "train_dataloader"):
-        return training_data(given, whole=True).source
+        return take_training_data(given, whole=True).source
     made = given() if callable(given) and not hasattr(given, "__getitem__") else given
     if not hasattr(made, "__getitem__") or not hasattr(made, "__len__"):
         raise PlanError(f"a dataset, or a LightningDataModule, can be packed, got {type(made).__name__}")
     return made
 
 
-def measure_step(trainer: Any, model: Any, datamodule: Any, data: Data) -> Spread:
-    """Seconds of a training step: the means of four stretches of a training.
+def measure_steps(trainer: Any, model: Any, datamodule: Any, data: Data) -> Steps:
+    """Measure a training's seconds a batch, with a batch in memory and with a plain loader: the means of stretches.
 
-    The Trainer has `ARGUMENTS`; the batch hooks of the DataModule run. The batch is loaded in this process.
+    The Trainer has `ARGUMENTS`; the batch hooks of the DataModule run. The batch in memory is loaded in this process.
 
     Raises:
         PlanError: the model ended training too early.
         Exception: an error of the model.
     """
-    asked: list[float] = []  # the moments at which a batch was asked for
+    alone: list[float] = []  # the moments at which a batch was asked for
+    uncached: list[float] = []
     dataset = CachedDataset(data.source, 0, transform=data.transform)
     batch = next(iter(DataLoader(dataset, data.batch_size, collate_fn=data.settings.get("collate_fn"))))
-    dataset.close()
 
     def batches() -> Iterator[Any]:
-        begin = time.perf_counter()
-        while len(asked) < 6 or time.perf_counter() - begin < _PATIENCE:
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()  # launched kernels may not have ended
-            asked.append(time.perf_counter())
-            yield batch
+        yield from _timed(repeat(batch), alone)
+        with closing(endless_loader(data, dataset, data.arm("plain"))) as loader:
+            yield from _timed(loader, uncached)
 
     for hook in ("prepare_data", "setup", "teardown"):  # have run already
         setattr(datamodule, hook, lambda *arguments, **named: None)
     datamodule.train_dataloader = batches
     trainer.fit(model, datamodule=datamodule)
+    dataset.close()
+    if len(uncached) <= _FEW:
+        count = len(alone) + len(uncached)
+        raise PlanError(f"the model ended training after {count} batches: its step cannot be measured")
+    seconds = _across_stretches(uncached)
+    return Steps(_across_stretches(alone), seconds, max(uncached[1] - uncached[0] - seconds.median, 0.0))
+
+
+def _timed(batches: Iterable[Any], asked: list[float]) -> Iterator[Any]:
+    """Hand out batches, and note the moments at which they are asked for."""
+    asked.append(_now())
+    for batch in batches:
+        yield batch
+        asked.append(_now())
+        if len(asked) > _STEPS or (len(asked) > _FEW and asked[-1] - asked[0] > _PATIENCE):
+            return
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # launched kernels may not have ended
+    return time.perf_counter()
+
+
+def _across_stretches(asked: list[float]) -> Spread:
     counted = asked[len(asked) // 3 :]
-    steps = len(counted) - 1
-    if steps < 1:
-        raise PlanError(f"the model ended training after {len(asked)} batches: its step cannot be measured")
-    size = max(steps // _ROUNDS, 1)
+    size = max((len(counted) - 1) // _ROUNDS, 1)
     return Spread.across([(end - begin) / size for begin, end in pairwise(counted[::size])])
 
 

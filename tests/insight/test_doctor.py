@@ -133,13 +133,15 @@ def test_the_node_of_each_cache_is_told():
     ):
         for index in range(10):
             cache.fill(index, torch.ones(3))
-        words = words_of(examine(), "held")
+        findings = examine()
         assert 0 < cache.filled < 10
         expected = f"{cache.filled} of 40 slots filled (node 1 of 2)"
+    words = words_of(findings, "held")
     assert f"of Photos (100 samples), {expected}: {os.getpid()}" in words
     assert "of a dataset without a name, 0 of 9 slots filled: " in words
-    assert re.search(rf"of counters or batches of a cache: [^(]*\b{os.getpid()}\b", words)
-    assert words.count("of counters or batches of a cache: ") == 1
+    # Other jobs on this machine may have open caches, too.
+    [of_counters] = [found.words for found in findings if "of counters or batches of a cache: " in found.words]
+    assert re.search(rf"\b{os.getpid()}\b", of_counters)
 
 
 @pytest.mark.processes

@@ -2,9 +2,12 @@
 
 import os
 import time
+from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import ConcatDataset, Dataset
+from torchvision.transforms import v2
 
 from lightning_stocache.insight.measurement import Data, PlanError, measure, measure_curves
 from tests.sources import Made
@@ -80,6 +83,36 @@ def test_what_cannot_be_cached_has_a_reason(source, words):
     assert [arm.kind for arm in found.rates] == ["plain"]
     assert "Nothing can be cached" in found.left_out[0]
     assert (measure(Data(source, 4, freeze_random=True), seconds=QUICK).codec is None) == (source is not NOISE)
+
+
+class Part(Dataset[Any]):
+    """Numbers of one part, with a transform that is random, and then marks the part."""
+
+    def __init__(self, part: float) -> None:
+        self.part = part
+        self.transform = v2.Compose([v2.ToDtype(torch.float32), v2.RandomHorizontalFlip(), v2.Lambda(self.marked)])
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.transform(torch.full((1, 4, 4), self.part))
+
+    def marked(self, image: torch.Tensor) -> torch.Tensor:
+        return image + self.part
+
+
+def checked(image: torch.Tensor) -> torch.Tensor:
+    """A sample of part 1 is 2, a sample of part 5 is 10."""
+    assert image.unique().tolist() in ([2.0], [10.0])
+    return image
+
+
+def test_what_is_random_is_measured_after_the_cache(caplog):
+    """Hits are finished by the random rest of their own part's transform, then by the user's transform; none passes."""
+    paces = measure(Data(ConcatDataset([Part(1), Part(5)]), 4, transform=checked), seconds=QUICK)
+    assert paces.reason is None
+    assert paces.hit.median > 0
 
 
 def test_no_memory_is_one_sentence(monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_stocache.cache.rows import SampleSpec
-from lightning_stocache.insight.measurement import Arm, Curves, Data, Paces, Spread
+from lightning_stocache.insight.measurement import Arm, Curves, Data, Paces, Spread, Steps
 from lightning_stocache.insight.plan import Plan, Row, as_text, curves_as_text, plan, save
 
 SPEC = SampleSpec.infer(torch.zeros(96, dtype=torch.uint8))  # 100 bytes with its word
@@ -23,11 +23,22 @@ def paces(*, plain=0.011, stored=0.01, hit=0.001, codec=SPEC, safe_bytes=10**9, 
 
 
 def planned(
-    measured: Paces | None = None, step: float | list[float] | None = None, samples=1000, epochs=None, **data
+    measured: Paces | None = None,
+    step: float | list[float] | None = None,
+    samples=1000,
+    epochs=None,
+    slower: float = 0.0,
+    start: float = 0.0,
+    **data,
 ) -> Plan:
-    """The plan for a dataset of this length."""
-    data = {"batch_size": 10, **data}
-    return plan(Data(range(samples), **data), measured or paces(), None if step is None else spread(step), epochs)
+    """The plan for a dataset of this length; with a plain loader, a batch takes so much longer than by the law."""
+    data = Data(range(samples), **{"batch_size": 10, **data})
+    measured = measured or paces()
+    if step is None:
+        return plan(data, measured, None, epochs)
+    alone, loading = spread(step), data.batch_size * measured.plain.median
+    uncached = max(alone.median, loading) if data.num_workers else alone.median + loading
+    return plan(data, measured, Steps(alone, spread(uncached + slower), start), epochs)
 
 
 def row(made: Plan, budget: str) -> Row:
@@ -62,6 +73,17 @@ def test_the_law_is_linear(budget, options, first, later):
     """The seconds of epoch one and of later epochs, by the budget, the step, the workers and the nodes."""
     found = row(planned(**options), budget)
     assert (found.first_epoch.median, found.later_epoch.median) == pytest.approx((first, later))
+
+
+def test_what_loading_and_steps_take_from_each_other_is_counted_with_what_is_loaded():
+    """The uncached row is what was measured; an epoch of hits has none of it. Workers start in the first epoch."""
+    made = planned(**STEPS, slower=0.02, start=0.5, num_workers=1)  # 100 batches
+    assert row(made, "0%").later_epoch.median == pytest.approx(11 + 2)
+    assert row(made, "50%").first_epoch.median == pytest.approx(10.5 + 2 + 0.5)
+    assert row(made, "50%").later_epoch.median == pytest.approx(5.5 + 0.5 + 1)
+    assert row(made, "100%").later_epoch.median == pytest.approx(5)
+    quicker = planned(**STEPS, slower=-0.02, num_workers=1)
+    assert row(quicker, "0%").later_epoch.median == pytest.approx(11)
 
 
 def test_hit_rates_gains_and_bytes():
