@@ -160,7 +160,7 @@ class Epoch(Iterator[Any]):
         if workers is None:
             return
         if self._loader.persistent_workers:
-            workers.trim()
+            workers.trim(keeps_median=self._asks)  # else none of them makes a batch any more
         else:
             workers.close()
 

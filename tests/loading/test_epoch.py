@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from multiprocessing import active_children
@@ -276,6 +277,25 @@ def test_without_memory_that_workers_can_write_to_batches_are_sent(monkeypatch, 
             assert [memory.allocated_bytes for memory in arenas()] == ([4096] if has_files else [])  # of its table
         assert cache.filled == LENGTH
         assert caplog.text.count("workers send batches in messages") == has_files
+        loader.close()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("transform", [None, to_float])
+def test_persistent_workers_keep_the_memory_of_batches_while_they_make_some(transform):
+    """To take the pages anew in each epoch made short epochs twice as long. A full cache needs no worker's memory."""
+    with closing(CachedDataset(Numbers(LENGTH), transform=transform)) as dataset:
+        loader = CachedLoader(dataset, batch_size=4, multiprocessing_context="fork", **PERSISTENT)
+        allocated = []
+        for _ in range(4):
+            deque(loader, maxlen=0)  # no batch is held
+            [memory] = arenas()
+            assert memory.allocated_bytes <= memory.slots * max(memory.most_bytes, 4096) + 4096  # of the table
+            allocated.append(memory.allocated_bytes)
+        makes_batches = transform is not None
+        assert (allocated[-1] > 4096) == makes_batches
+        if makes_batches:
+            assert allocated[-1] >= allocated[1]
         loader.close()
 
 
