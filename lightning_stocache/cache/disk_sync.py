@@ -171,7 +171,7 @@ class DiskSync:
         """Begin a sync in a thread, unless one began so many seconds ago."""
         process = self._process
         process.next = time.monotonic() + SYNC_SECONDS
-        if self.has_failed or process.alone.locked():
+        if self.has_failed:
             return
         self._join()
         thread = threading.Thread(target=self._run, args=(seconds,), name=f"{THREAD_PREFIX}sync", daemon=True)
@@ -182,7 +182,7 @@ class DiskSync:
         with suppress(ValueError, OSError):  # the segment has been closed meanwhile; the disk has no room for a number
             age = time.monotonic_ns() - self._rounds[_TIME]
             if not self._rounds[_TIME] or not 0 <= age < seconds * 1e9:
-                self.make_safe()
+                self.make_safe(0.0 if seconds else SYNC_SECONDS)  # at the end of an epoch, after a sync under way
 
     def _sync(self) -> bool:
         segment = self._segment
