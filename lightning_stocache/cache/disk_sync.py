@@ -10,7 +10,7 @@ the last that is safe. So nothing is written for a slot when it becomes safe.
     [turn: the next round begins] > fdatasync > [turn: the round before it is safe]
 
 One process at a time does that, in a thread: each minute while a process stores or reads samples that are not safe, and
-at the end of an epoch. What an earlier job has stored, and this one has verified, is like a sample of the first round.
+at the end of an epoch. What earlier jobs have stored is verified, and is like a sample of the first round.
 
 After an error nothing becomes safe any more, and nothing is stored, while the file is open. The kernel reports an error
 once to each process that has the file open, but not to a process that opens it after a report. So a process that dies
@@ -57,6 +57,7 @@ class _Process:
         self.next = 0.0  # the time before which no sync is due
         self.joined: int | None = None  # syncs that had begun when this process had opened the file
         self.has_failed = False
+        self.has_stored = False
 
 
 _processes: weakref.WeakKeyDictionary[Segment, _Process] = weakref.WeakKeyDictionary()
@@ -89,7 +90,6 @@ class DiskSync:
         self._segment, self._offset = segment, offset
         self._rounds = segment.numbers_at(offset, 5, "q")
         self._process = _processes.setdefault(segment, _Process())
-        self._most_stored = 0
         self._join()
 
     @property
@@ -102,26 +102,23 @@ class DiskSync:
         """Whether the disk has lost what it had taken."""
         return self._process.has_failed or self._rounds[_FAILED] != 0
 
-    def is_all_safe(self) -> bool:
-        """Whether all samples are safe that this process can read."""
-        stored = self._rounds[_STORED]
-        if stored < self._most_stored:  # the disk has lost the numbers, too
-            return False
-        self._most_stored = stored
-        return bool(stored <= self._rounds[_SAFE])
-
     def stored_word(self) -> int:
         """The word of a slot whose sample is stored now. Call it in a turn."""
         number = self._rounds[_BEGUN] + 1
         if self._rounds[_STORED] != number:
             self._rounds[_STORED] = number
+        self._process.has_stored = True
         return int(number << _KIND_BITS | READY)
 
     def verified_word(self) -> int:
-        """The word of a slot that an earlier job has stored and this one has verified: it is of the first round."""
-        if not self._rounds[_STORED]:
-            self._rounds[_STORED] = 1
-        return 1 << _KIND_BITS | READY
+        """The word of a slot that has been verified, and was empty.
+
+        Where nothing was stored since the file was opened, an earlier job has stored it: any sync makes it safe. Else
+        it may have been stored just now, and its word was lost.
+        """
+        is_from_before = not (self._process.has_stored or self._rounds[_STORED])
+        number = 1 if is_from_before else self._rounds[_BEGUN] + 1
+        return int(number << _KIND_BITS | READY)
 
     def note(self) -> None:
         """Note that this process has stored or read a sample that is not safe: a sync may be due."""
@@ -130,7 +127,7 @@ class DiskSync:
 
     def end_epoch(self) -> None:
         """Begin a sync if there are samples that are not safe."""
-        if not self.is_all_safe():
+        if self._rounds[_STORED] > self._rounds[_SAFE]:
             self._start(0.0)
 
     def make_safe(self, seconds: float = 0.0) -> bool:
@@ -174,7 +171,7 @@ class DiskSync:
         """Begin a sync in a thread, unless one began so many seconds ago."""
         process = self._process
         process.next = time.monotonic() + SYNC_SECONDS
-        if self.has_failed or process.alone.locked():
+        if self.has_failed:
             return
         self._join()
         thread = threading.Thread(target=self._run, args=(seconds,), name=f"{THREAD_PREFIX}sync", daemon=True)
@@ -185,7 +182,7 @@ class DiskSync:
         with suppress(ValueError, OSError):  # the segment has been closed meanwhile; the disk has no room for a number
             age = time.monotonic_ns() - self._rounds[_TIME]
             if not self._rounds[_TIME] or not 0 <= age < seconds * 1e9:
-                self.make_safe()
+                self.make_safe(0.0 if seconds else SYNC_SECONDS)  # at the end of an epoch, after a sync under way
 
     def _sync(self) -> bool:
         segment = self._segment

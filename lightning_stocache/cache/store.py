@@ -364,10 +364,13 @@ class Store:
 
     def _unsafe(self, places: Integers) -> list[int]:
         """The numbers of those places whose samples are not safe on the disk."""
-        if self._sync is None or (self._sync.is_all_safe() and cast(Checksums, self._checksums).known is None):
+        if self._sync is None or not len(places):
             return []
         words = self.layout.state.take(places)
-        numbers: list[int] = np.flatnonzero(~are_stored(words) | (words > self._sync.safe_word)).tolist()
+        safe_word = self._sync.safe_word
+        if words.min() != EMPTY and words.max() <= safe_word:  # twice as fast, and mostly so
+            return []
+        numbers: list[int] = np.flatnonzero(~are_stored(words) | (words > safe_word)).tolist()
         return numbers
 
     def _check(self, slot: int, contents: Sequence[Any]) -> bool:

@@ -141,6 +141,20 @@ def test_the_numbers_of_rounds_may_be_lost_too(disk: Disk, syncs: Syncs) -> None
         assert served(store) == ALL[:40] + ALL[41:]
 
 
+def test_a_sample_whose_word_was_lost_is_not_safe(disk: Disk, syncs: Syncs) -> None:
+    """It is verified, as those of earlier jobs are, and may be lost afterwards."""
+    with closing(disk.open()) as store, open(f"/proc/self/fd/{store.segment.descriptor}", "r+b") as file:
+        filled(store, ALL[:10])
+        assert store.make_safe()
+        begin, end = (HEADER_BYTES + store.layout.offset_in("state", slot) for slot in (0, len(ALL)))
+        words = os.pread(file.fileno(), end - begin, begin)
+        filled(store, ALL[10:])
+        os.pwrite(file.fileno(), words, begin)
+        assert served(store) == ALL
+        lose(store, 40)
+        assert served(store) == ALL[:40] + ALL[41:]
+
+
 def test_what_earlier_jobs_stored_is_safe_after_any_sync(disk: Disk, syncs: Syncs) -> None:
     """Their pages may not be written when the next job verifies them."""
     disk.fill(ALL[:20])
