@@ -412,16 +412,16 @@ class Batches(Iterator[Any]):
                     raise StopIteration
                 with ledger:
                     batch = next(epoch)
+                self._state.batches += 1
+                ledger.add(*epoch.served)
+                return batch
             except StopIteration:
                 self._state.ended = True
                 raise
-            except KeyboardInterrupt:
+            except KeyboardInterrupt:  # also while the batch is counted: nobody gets it
                 if isinstance(epoch, Epoch):
                     self.close(ends_workers=True)
                 raise
-            self._state.batches += 1
-            ledger.add(*epoch.served)
-            return batch
 
     def close(self, *, ends_workers: bool = False) -> None:
         """End the epoch: its thread, and its workers unless they are persistent and may go on."""

@@ -30,6 +30,7 @@ from lightning_stocache.loading.arena import Arena
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.interrupt import held_back
 from lightning_stocache.loading.loader import CachedLoader
+from lightning_stocache.loading.position import Ledger
 from lightning_stocache.loading.prefetch import PREFETCH_THREAD, Prefetcher
 from tests.cache.leaves import same
 from tests.jobs import job_environment
@@ -416,6 +417,26 @@ def test_ctrl_c_ends_the_epoch_and_the_next_one_is_whole(
         assert [labels.tolist() for _, labels in got] == [labels.tolist() for _, labels in plain]
         assert transform is not None or same(got, plain)
         assert presses > 6
+        loader.close()
+
+
+class KeyboardAtCount(Keyboard):
+    """Presses Ctrl-C while a batch that is handed out is counted."""
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Keyboard:
+        return super().__call__(frame, event, argument) if frame.f_code is Ledger.add.__code__ else self
+
+
+@pytest.mark.processes
+def test_ctrl_c_while_a_batch_is_counted_ends_the_epoch() -> None:
+    """Nobody gets the batch, so its workers end as in any other moment."""
+    with closing(CachedDataset(Numbers(LENGTH), transform=jitter)) as dataset:
+        loader = CachedLoader(dataset, 4, num_workers=1)
+        batches = iter(loader)
+        with pytest.raises(KeyboardInterrupt):
+            KeyboardAtCount().next(batches, 1)
+        assert [process for process in active_children() if process.is_alive()] == []
+        assert next(batches, None) is None
         loader.close()
 
 

@@ -382,7 +382,7 @@ def fit_with_bar(tmp_path, callbacks, data, bar=TQDMProgressBar, key="cache", ep
     [
         (StochasticCache, RichProgressBar, 1, WHOLE, 2),
         (CacheMonitor, TQDMProgressBar, 1, WHOLE, 2),
-        (partial(CacheMonitor, verbose=False), TQDMProgressBar, 5, FILLS, 0),  # at least ten times an epoch
+        (partial(CacheMonitor, verbose=False), TQDMProgressBar, 5, WHOLE, 0),  # at least ten times an epoch
         (partial(CacheMonitor, progress_bar=False), TQDMProgressBar, 1, [{}] * 12, 2),
     ],
 )
