@@ -7,10 +7,10 @@ bytes, or the bytes without it.
 
 A job checks a slot when it reads the slot for the first time, by `pread`, which reports a bad block as an error. In the
 mapping a bad block would end the process. A slot is claimed while it is checked. A sound slot is then ready for all
-processes that have the file open; where the disk has no room for that word, it is known to this process alone. What
-they have stored themselves is ready, too. Such slots are read through the mapping; until they are safe (`disk_sync`),
-each copy is compared with the checksum again (`is_sum_of`). A slot that is not sound is emptied, and its sample is
-loaded again. A disk with a bad block is not read for a while.
+processes that have the file open. If the disk has no room for that word, this process alone remembers the slot. Slots
+that these processes have stored are ready, too. Ready slots are read through the mapping. Until a slot is safe
+(`disk_sync`), each copy is compared with the checksum again (`is_sum_of`). A slot that is not sound is emptied, and its
+sample is loaded again. A disk with a bad block is not read for a while.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Checksums:
         self._xxh3 = checksum()
         self._rest_until = 0.0
         self.known: npt.NDArray[np.bool_] | None = None
-        """Which slots this process has verified, if it could not say so to others. They never become safe."""
+        """The slots that this process alone knows as verified, bool `[slots]`. They never become safe."""
         layout.checksum, layout.is_sound = self._sum, self.is_sound
 
     def is_sound(self, slot: int) -> bool:

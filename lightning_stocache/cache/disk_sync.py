@@ -14,8 +14,9 @@ at the end of an epoch. What earlier jobs have stored is verified, and is like a
 
 After an error nothing becomes safe any more, and nothing is stored, while the file is open. The kernel reports an error
 once to each process that has the file open, but not to a process that opens it after a report. So a process that dies
-during its `fdatasync` may hide an error: after that only processes go on that had opened the file before. And who opens
-the file alone after an error, or after such a death, drops its page cache, in which lost pages may still be whole.
+during its `fdatasync` may hide an error. After such a death, a process syncs only if it had opened the file before. The
+page cache may still show lost pages whole. So the first process that opens the file alone after an error, or after such
+a death, drops the page cache of the file.
 """
 
 from __future__ import annotations
@@ -45,17 +46,17 @@ stored; whether the disk has lost something; when the last sync began, in nanose
 
 _BEGUN, _SAFE, _STORED, _FAILED, _TIME = range(5)
 _KIND_BITS = 2  # of a word, which say that a slot is stored; the other bits are the round
-_BYTE = 1 << 41  # the byte whose lock the process has that makes samples safe
+_BYTE = 1 << 41  # locked by the process that makes samples safe
 _PAUSE = 0.01
 
 
 class _Process:
-    """What this process knows of the syncs of a segment."""
+    """The state of one process for the syncs of a segment."""
 
     def __init__(self) -> None:
-        self.alone = threading.Lock()  # for one thread of the process, which the kernel tells an error
-        self.next = 0.0  # the time before which no sync is due
-        self.joined: int | None = None  # syncs that had begun when this process had opened the file
+        self.alone = threading.Lock()  # one thread syncs at a time: the kernel reports an error once to a process
+        self.next = 0.0  # time of the monotonic clock at which the next sync is due
+        self.joined: int | None = None  # number of syncs that had begun when this process opened the file
         self.has_failed = False
         self.has_stored = False
 
@@ -113,8 +114,8 @@ class DiskSync:
     def verified_word(self) -> int:
         """The word of a slot that has been verified, and was empty.
 
-        Where nothing was stored since the file was opened, an earlier job has stored it: any sync makes it safe. Else
-        it may have been stored just now, and its word was lost.
+        If nothing was stored since the file was opened, an earlier job has stored the sample, and any sync makes it
+        safe. Else this job may have stored the sample just now, and its word was lost.
         """
         is_from_before = not (self._process.has_stored or self._rounds[_STORED])
         number = 1 if is_from_before else self._rounds[_BEGUN] + 1
@@ -131,7 +132,7 @@ class DiskSync:
             self._start(0.0)
 
     def make_safe(self, seconds: float = 0.0) -> bool:
-        """Make safe what is stored now. Returns False if that failed, or if another process does not end its sync.
+        """Make all stored samples safe. Returns False if that failed, or if another process does not end its sync.
 
         Args:
             seconds: how long to wait for another process.
@@ -168,7 +169,7 @@ class DiskSync:
             self._process.joined = ROUNDS.unpack(self._segment.fetch(self._offset, ROUNDS.size))[_BEGUN]
 
     def _start(self, seconds: float) -> None:
-        """Begin a sync in a thread, unless one began so many seconds ago."""
+        """Begin a sync in a thread, unless a sync began within the last `seconds`."""
         process = self._process
         process.next = time.monotonic() + SYNC_SECONDS
         if self.has_failed:
@@ -199,8 +200,9 @@ class DiskSync:
     def _begin_round(self) -> int:
         """The number of the round that ends now; 0 if it can never be safe."""
         rounds = self._rounds
-        has_died = rounds[_BEGUN] != rounds[_SAFE]
-        if self.has_failed or (has_died and (self._process.joined or 0) > rounds[_SAFE]):
+        has_died = rounds[_BEGUN] != rounds[_SAFE]  # a process, during its sync
+        may_miss_error = has_died and (self._process.joined or 0) > rounds[_SAFE]
+        if self.has_failed or may_miss_error:
             return 0
         rounds[_TIME] = time.monotonic_ns()
         rounds[_BEGUN] += 1

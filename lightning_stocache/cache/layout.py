@@ -14,8 +14,9 @@ that is already collated (`gather_pool`: NumPy takes, by several threads where r
 
 What lies before the samples is the head. In memory its pages are reserved when the store is made, or block by block,
 and it is written through the mapping. Samples are written through the file (`Segment.store`), where a lack of memory is
-an error. So is it where a block of pages is reserved: small rows are written through the mapping then, many at once,
-because a system call costs more than they do. A killed writer leaves no sample.
+an error. Small rows are written through the mapping, many at once, because a system call for each would cost more than
+its copy. Their pages are reserved in blocks before, and there a lack of memory is an error, too. A killed writer leaves
+no sample.
 
 A disk is written through the file alone. Two parts of its head differ in what they mean. An entry outlives its job: a
 slot has a sample if its checksum is not zero. Columns and words before the entries say what is known while the file is
@@ -78,11 +79,11 @@ ENTRY = np.dtype([("sum", np.uint64), ("begin", np.int64), ("nbytes", np.int64)]
 """What outlives a job on a disk, per slot: the checksum, zero without a sample; where the record begins; its size."""
 
 _ENTRY = struct.Struct("<Qqq")
-_BLOCK = 1 << 16  # the largest page, and block of a filesystem: entries begin with one, so all before them can be freed
+_BLOCK = 1 << 16  # the largest page or filesystem block; entries begin at one, so one hole frees all before them
 _END = ""
 _SMALL = 8  # alignment of records with one part
-_SMALL_ROW = 1024  # rows of fewer bytes cost less than a system call for each
-_MANY = 8  # rows cost less together than one by one
+_SMALL_ROW = 1024  # bytes; to copy a smaller row costs less than a system call
+_MANY = 8  # from so many small rows on, one copy of all costs less than a system call for each
 _RESERVED = 1 << 16  # bytes of small rows whose pages are reserved together
 _GAP = memoryview(bytes(64))  # lies between two records
 KNOWN = 32  # with so many records, their mean size replaces the estimate of set-up
@@ -333,7 +334,7 @@ class Rows(_Slots):
         self._block_slots = max(_RESERVED // max(self._nbytes, 1), 1)
         self._clears = 0
         self._reserved = np.zeros(0, dtype=np.bool_)
-        """The blocks of slots whose pages are reserved, as this process knows; since so many clears."""
+        """Which blocks of slots this process has reserved since clear number `_clears`, bool `[blocks]`."""
 
     @staticmethod
     def bytes_for(codec: Any, count: int, granted: int = 0, head: Head = ONCE) -> int:

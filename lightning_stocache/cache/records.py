@@ -205,7 +205,7 @@ class RecordCodec:
         return pickle.loads(record[start : start + pickled], buffers=buffers)
 
     def encode_all(self, samples: Sequence[Any]) -> None:
-        """None: each record is encoded by itself."""
+        """Return None, because each record is encoded by itself."""
 
     def is_alike(self, sample: Any) -> bool:
         """Whether a sample has all required values."""

@@ -144,7 +144,7 @@ class Seats:
         return process.owners.get(slot) == threading.get_ident() and self._words[slot] == process.claim
 
     def mine(self, slots: Iterable[int]) -> set[int]:
-        """Those of the slots that this thread has claimed."""
+        """The slots among these that this thread has claimed."""
         return set(filter(self.is_mine, slots)) if self._process.owners else set()
 
     def release(self, slots: Iterable[int]) -> None:

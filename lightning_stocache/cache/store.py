@@ -25,13 +25,16 @@ stopped) loads all samples by itself from then on.
 
 On a disk a slot also has a checksum (`checksums`), written before the slot is ready. It is what stays of a slot when
 all jobs have ended. What an earlier job has stored is verified before it is read, by lookups with `verify`, and is not
-stored again. A sample that is not safe yet (`disk_sync`) is compared with its checksum after each copy. One that was
-lost is not looked up by this process any more, and `changes` moves, so that the caller looks up again. An error of the
-disk is no error of the training: the slot stays empty. A file that is cut off while it is open is not read any more,
-because the mapping would raise SIGBUS. The next job restores the full length of the file.
+stored again. A sample that is not safe yet (`disk_sync`) is compared with its checksum after each copy. If the
+sample was lost, this process forgets the slot and increases `changes`, so the caller looks its samples up again. An
+error of the disk does not end the training: the slot stays empty. A file that is cut off while it is open is not read
+any more, because the mapping would raise SIGBUS. The next job restores the full length of the file.
 
-Bytes that are locked: one for each slot that is being written (`rolling`), and behind them one for the process that has
-warned of a shortage; far behind them one for `alone`, and those of seats.
+Locked bytes:
+
+    slot            while it is being written (`rolling`)
+    behind slots    by the process that has warned of a shortage, until it ends
+    far behind      for `alone`, for `disk_sync`, and for each seat
 
 Any number can be an index: a negative index, and one outside of the dataset, has no place.
 """
@@ -353,7 +356,7 @@ class Store:
     def gather(self, places: Integers, into: Memory, pool: GatherPool = ALONE) -> None:
         """Copy ready rows (int64 `[samples]`) into the memory of a batch, uint8 `codec.sizes(samples)`.
 
-        If `changes` is another number afterwards, the batch is worth nothing, and its samples must be looked up again.
+        If `changes` differs afterwards, discard the batch and look its samples up again.
         """
         unsafe = self._unsafe(places)
         cast(Rows, self.layout).gather(places, into, pool)
@@ -368,7 +371,7 @@ class Store:
             return []
         words = self.layout.state.take(places)
         safe_word = self._sync.safe_word
-        if words.min() != EMPTY and words.max() <= safe_word:  # twice as fast, and mostly so
+        if words.min() != EMPTY and words.max() <= safe_word:  # the usual case, twice as fast as below
             return []
         numbers: list[int] = np.flatnonzero(~are_stored(words) | (words > safe_word)).tolist()
         return numbers
@@ -607,11 +610,11 @@ class Store:
         return self.segment.holding(_ALONE)
 
     def make_safe(self) -> bool:
-        """Wait until a disk has what is stored now. Returns whether it has; see `disk_sync`."""
+        """Wait until all stored samples are safe on the disk (`disk_sync`). Returns False if they may be lost."""
         return self._sync is None or self._sync.make_safe(PATIENCE)
 
     def end_epoch(self) -> None:
-        """Begin, in a thread, to make safe what is stored on a disk."""
+        """Begin to make the stored samples of a disk safe, in a thread."""
         if self._sync is not None and not self.closed:
             self._sync.end_epoch()
 
