@@ -122,7 +122,7 @@ class RollingStore(Store):
         # To look at one, and to write it:
         self._states, self._words = layout.states, layout.numbers
         self._columns = {name: self._numbers_of(name) for name in layout.columns}
-        self._written_here: set[tuple[int, int]] = set()  # process and slot: forked children have the parent's
+        self._written_here: set[tuple[int, int]] = set()  # process and slot, because a forked child inherits the set
         self.renewed = self.substituted = 0  # samples that were read: newer than the epoch; in place of others
         self._chance = np.random.default_rng()
 
@@ -242,7 +242,7 @@ class RollingStore(Store):
                            floor                low    top   then floor                 low
 
         Returns:
-            Their slots, newest first, and the control words that say what is next.
+            The slots of these records, newest first, and the control words from which the next writer goes on.
         """
         begins, sizes, start = self.layout.columns["begin"], self.layout.columns["nbytes"], self.layout.begin
         found: list[int] = []
@@ -358,7 +358,7 @@ class RollingStore(Store):
         return slot
 
     def _chosen_slot(self, turn: int) -> int:
-        """The slot whose turn it is, or an empty row, if that slot has a sample."""
+        """The slot whose turn is next. If that slot has a sample and a row is empty: the empty row."""
         words = self._words
         if words[_HOLES] and isinstance(self.layout, Rows) and is_complete(self._states[turn]):
             is_empty = ~is_complete(self.generations[: self.limit]) & (self.layout.columns["time"][: self.limit] == 0)
@@ -420,7 +420,7 @@ class RollingStore(Store):
         return None
 
     def _stop_growing(self, slot: int, short: str) -> None:
-        """From now on, roll within the slots or bytes that are in use before those of a slot. Warn once per node."""
+        """From now on, use only the slots, or the bytes, before those of a slot. Warn once per node."""
         rows = isinstance(self.layout, Rows)
         used = slot if rows else self._columns["begin"][slot] - self.layout.begin
         if not used:
@@ -431,7 +431,8 @@ class RollingStore(Store):
             if used < self._most:
                 self._words[_MOST] = used
                 if rows:
-                    self._words[_NEXT], self._words[_LAPPED] = 0, 1
+                    self._words[_NEXT] = 0
+                    self._words[_LAPPED] = 1
 
         self.segment.in_turn(limit)
         if self.segment.lock(self.count + 1):  # this process keeps the lock until it ends
@@ -454,7 +455,7 @@ class RollingStore(Store):
 
     @property
     def refuses(self) -> bool:
-        """Whether the system has refused to store a sample a moment ago, so that nothing is stored for a while."""
+        """Whether nothing is stored for a while, because the system has just refused a sample."""
         return self._rests
 
     # ---- room for records ----
@@ -582,7 +583,8 @@ class RollingStore(Store):
 
     def is_sound(self, slot: int) -> bool:
         """Whether the sample of a slot can be read. A damaged sample of an earlier job is dropped."""
-        generation, checksums = self._states[slot], self._checksums
+        generation = self._states[slot]
+        checksums = self._checksums
         if checksums is None or generation > 2 * self._words[_BEFORE] or not is_complete(generation):
             return bool(is_complete(generation))
         verified = self._columns["verified"]
@@ -591,7 +593,7 @@ class RollingStore(Store):
         is_sound = checksums.is_sound(slot)
         with suppress(OSError):  # a full disk: it is verified again
             if is_sound:
-                verified[slot] = 1  # also right if another sample has come meanwhile: this job has written it
+                verified[slot] = 1  # right for a newer sample of the slot, too: this job has written it
             else:
                 self.segment.in_turn(self._drop_damaged, slot, generation)
         return is_sound
@@ -723,12 +725,17 @@ class RollingStore(Store):
     # ---- fillers ----
 
     def plan_draws(self, plan: int, *, goes_on: bool) -> bool:
-        """Note what the fillers draw. What the last job has drawn counts if it had the same plan and this job goes on.
+        """Note the plan of the fillers' draws. The counts of the last job stay only if its plan is equal and `goes_on`.
+
+        Args:
+            plan: a digest of everything that decides the draws.
+            goes_on: whether the fillers go on behind the draws of the last job.
 
         Returns:
-            Whether this job goes on although the last one had another plan.
+            Whether the fillers cannot go on, because the last job had another plan.
         """
-        words, is_equal = self._words, self._words[_PLAN] == plan
+        words = self._words
+        is_equal = words[_PLAN] == plan
         is_other = goes_on and not is_equal and words[_PLAN] != 0
         with suppress(OSError):  # a full disk
             if not (goes_on and is_equal):

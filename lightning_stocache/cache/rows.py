@@ -124,7 +124,7 @@ class Field:
         return Field.describing(self.path, leaf) == self
 
     def agree(self, leaves: Sequence[Any]) -> bool:
-        """Whether all leaves surely match this field. False if each must be asked by itself."""
+        """Whether all leaves match this field, checked together. False if each leaf must be checked by itself."""
         if set(map(type, leaves)) != {self.kind}:
             return False
         if self.kind is int:
@@ -305,7 +305,7 @@ class SampleSpec:
         return leaves
 
     def encode_all(self, samples: Sequence[Any]) -> list[Parts] | None:
-        """Encode many samples field by field, in a third of the time. None if each must be encoded by itself.
+        """Encode many samples field by field, in a third of the time. Returns None if each must be encoded by itself.
 
         Example:
             >>> spec = SampleSpec.infer((1, 2.0))
@@ -325,7 +325,7 @@ class SampleSpec:
         return leaves
 
     def _leaves_of_all(self, samples: Sequence[Any]) -> list[Parts] | None:
-        """The leaves of samples that are a leaf, or a tuple, a list or a dict of leaves. None for others."""
+        """The leaves of each sample. None if samples are nested deeper than one tuple, list or dict."""
         tree = self.tree
         if isinstance(tree, int):
             return [(sample,) for sample in samples]

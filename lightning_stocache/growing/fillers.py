@@ -1,13 +1,13 @@
 """The processes that fill a rolling cache, and their supervision by the process that has started them.
 
 A filler draws its share (`draws`), loads each sample and appends it. Its notes lie in memory that it shares with its
-parent: how many samples it has appended and failed to load, which sample it loads, and since when. So the notes show a
-filler that hangs. How many it has drawn (of a stream: since its beginning) stands in the store. A filler that is
-started again leaves out what was drawn before, the sample that killed it included. It has other seeds than before.
+parent: how many samples it has appended and failed to load, which sample it loads, and since when. So the parent sees
+that a filler hangs. The store has the number of samples that each filler has drawn (of a stream: since its beginning).
+A restarted filler goes on behind that number, so it does not load the sample that killed it again. It has new seeds.
 
-On a disk what was drawn outlives the job. Where the pool is smaller than the source, the fillers of the next job go on
-behind it, if the draws are the same. Where the whole source has room, they draw it from its beginning, verify what is
-resident, and load the rest.
+On a disk the number of drawn samples outlives the job. If the pool is smaller than the source, the fillers of the next
+job go on behind that number, provided that the draws are the same. If the whole source has room, they draw from the
+beginning of the source, verify the resident samples, and load the rest.
 
 A sample that cannot be loaded, or does not match the codec, is left out. The filler sends its first error with the
 traceback, and ends after `_MOST_FAILURES` failures in a row. A filler that dies is started again, at most

@@ -52,7 +52,7 @@ _LEAST_STRIDE = 1 << 20
 _PART_OF_LIMIT = 8  # an arena takes at most this part of a limited address space
 _PAGE = mmap.PAGESIZE
 _KNOWN = 33  # batches whose median size is known
-_SMALL = 4096  # bytes; what is smaller travels in the message
+_SMALL = 4096  # bytes; a tensor or array up to this size travels in the message
 
 _arenas: weakref.WeakValueDictionary[bytes, Arena] = weakref.WeakValueDictionary()
 
@@ -261,7 +261,7 @@ class Slot:
         self.end = 0
 
     def place(self, content: npt.NDArray[np.uint8]) -> int | None:
-        """The offset of some bytes in this memory, to which they are copied if they are large. None if they are not."""
+        """The offset of bytes in this memory, to which large bytes are copied. None if the bytes lie elsewhere."""
         offset = self._offset_of(content)
         room = self.room(content.nbytes) if offset is None and content.nbytes > _SMALL else None
         if room is None:

@@ -133,7 +133,7 @@ class Segment:
         self._map: mmap.mmap | None = None
         self.closed = True  # in this process; an attribute, because a loader reads it for each batch
         self._threads = threading.Lock()  # of this process, which share the turn
-        self._held_here: dict[int, threading.Lock] = {}  # by byte, for those that threads hold one after the other
+        self._held_here: dict[int, threading.Lock] = {}  # by byte: `holding` excludes other threads, too
         self._is_late = False  # the turn was not to be had, and is tried once a call
         self._has_turns = locks.are_exclusive()
         self._finalizer = weakref.finalize(self, _release, file, self._own_paths, os.getpid())
@@ -337,7 +337,7 @@ class Segment:
         getattr(os, "fdatasync", os.fsync)(self.descriptor)  # macOS has no fdatasync
 
     def drop_page_cache(self) -> None:
-        """Have the file read from the disk again, but for pages that are mapped or not written yet."""
+        """Drop the cached pages of the file, so that later reads ask the disk. Mapped and unwritten pages stay."""
         self._check_open()
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -365,10 +365,14 @@ class Segment:
 
     @contextlib.contextmanager
     def holding(self, byte: int, *, shared: bool = False) -> Iterator[None]:
-        """Hold the lock of one byte, for one thread of one process, as soon as it is free. Not re-entrant.
+        """Wait for the lock of one byte, and hold it for this thread. Not re-entrant.
 
-        Unlike the turn, it may be held for long. With `shared`, only those are excluded that hold it otherwise, and
-        other threads of this process.
+        Unlike the turn, the lock may be held for long.
+
+        Args:
+            byte: the byte.
+            shared: other processes may hold the lock at the same time, if they share it, too. Other threads of this
+                process still wait.
 
         Raises:
             OSError: this process has no locks (ENOLCK).
