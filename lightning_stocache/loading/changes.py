@@ -259,12 +259,12 @@ class Changes:
         if not isinstance(tail, Tail):
             return True
         try:
-            anew = tail.cut.apply(self.source)
+            new_tail = tail.cut.apply(self.source)
         except (LookupError, AttributeError, TypeError, ValueError, UncuttableError):
             return False
-        if anew.all_steps != tail.all_steps:
+        if new_tail.all_steps != tail.all_steps:
             return False
-        self.serve(replace(self.opened, source=anew.head, tail=anew))
+        self.serve(replace(self.opened, source=new_tail.head, tail=new_tail))
         return True
 
     def give_up(self, cause: _Cause, what: str = "") -> None:
@@ -474,7 +474,7 @@ class Changes:
             self._common = CommonState(self.source, others, datasets)
 
     def lend(self, samples: Sequence[Any]) -> None:
-        """Note the source's own samples of a batch, at most 64: nobody knows yet whether they are changed in place."""
+        """Note at most 64 samples of a batch that are the source's own memory, and may be changed in place."""
         self.lends = False
         step = -(-len(samples) // _MOST_LENT) or 1
         self._lent = [(sample, bits(sample)) for sample in samples[::step]]

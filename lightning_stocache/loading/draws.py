@@ -1,7 +1,7 @@
-"""What takes the place of a loader's batch sampler: it notes and resumes positions.
+"""Replacements for a loader's batch sampler, which note and resume positions.
 
-The order of an epoch is drawn by the user's own samplers, at the moments at which DataLoader draws (`plans`). Here the
-states of their generators are noted before the first draw, and the beginning of a resumed epoch is left out.
+The user's own samplers draw the order of an epoch, at the moments at which DataLoader draws (`plans`). The replacements
+note the states of the generators before the first draw, and leave out the beginning of a resumed epoch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ArrayBatches:
 
     @staticmethod
     def can_draw(sampler: Any, state: LoaderState) -> bool:
-        """Whether these are the batches of a sampler in the epoch that has begun."""
+        """Whether this class draws the same batches as a sampler in the epoch that has begun."""
         if type(sampler) is RandomSampler:
             return state.origin is None and sampler.generator is None and draws_all_once(sampler)
         return state.origin is None and type(sampler) is SequentialSampler

@@ -53,8 +53,8 @@ class Epoch(Iterator[Any]):
         loader: the loader.
         cached: the cached source of its dataset.
         maker: makes batches in this process.
-        cache: what blocks are gathered from; None if workers make all batches.
-        workers: the workers, of which a persistent loader may have some that make no batch.
+        cache: the store from which blocks are gathered; None if workers make all batches.
+        workers: the workers, if there are any. Those of a persistent loader stay even if they make no batch.
         state: the position of the loader.
         keep: called with workers that start in the middle of the epoch.
         asks: whether workers make batches.
@@ -160,7 +160,7 @@ class Epoch(Iterator[Any]):
         if workers is None:
             return
         if self._loader.persistent_workers:
-            workers.trim(keeps_median=self._asks)  # else none of them makes a batch any more
+            workers.trim(keeps_median=self._asks)  # a full cache asks them for no more batches
         else:
             workers.close()
 
@@ -301,7 +301,7 @@ class Epoch(Iterator[Any]):
             self._prefetcher.offer(self._gathering(plan))
 
     def _gathering(self, plan: Plan) -> Callable[[], tuple[deque[Any], int]]:
-        """What gathers a block. It does not refer to the iterator, which may end first."""
+        """The function that gathers a block. It has no reference to this iterator, which may end before the thread."""
         places = cast(Integers, plan.places)
         size = self._plans.size or len(places)
         return partial(self._maker.block, cast(Store, self._plans.cache), places, size, self._gather_pool)

@@ -1,11 +1,12 @@
 """Messages between a loader and its workers: requests for batches, and replies.
 
 A batch is sent as a pickle. Its large tensors and arrays lie beside the pickle, in the memory that the request names
-(`arena`), as far as there is room; its other tensors lie in the pickle. Torch's own way to send a tensor takes fresh
-memory in /dev/shm, and dies of SIGBUS where there is none. It is left for tensors that their bytes, dtype and shape do
-not describe (sparse ones, subclasses).
+(`arena`), as far as there is room. Its other tensors lie in the pickle. Torch's own way to send a tensor takes fresh
+memory in /dev/shm, and the process dies of SIGBUS if /dev/shm is full. So only tensors that bytes, dtype and shape do
+not describe (sparse tensors, subclasses) are sent in torch's way.
 
-An error comes in the reply: in torch's own way it would not say whose memory is free.
+A reply also carries the worker's error. An error that torch sends in its own way does not name its request, so the
+trainer would not know which slot is free again.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ class Request(NamedTuple):
 class Reply:
     """The reply to a request.
 
-    It is no tuple, because older versions of torch pin tuples item by item.
+    The class is no tuple, because older versions of torch pin a tuple item by item and never call `pin_memory`.
 
     Args:
         number: number of the request.
         served: where the samples of the batch came from.
         token: of the arena, if a slot is leased to the request.
-        error: what the worker has raised instead.
+        error: the error that the worker has raised instead of a batch.
 
     Attributes:
         batch: the batch, once it is unpacked.
@@ -79,7 +80,7 @@ class Reply:
         self._size = 0  # bytes of the slot that the batch takes
 
     def pack(self, batch: Any, slot: Slot) -> None:
-        """In a worker: take a batch. What lies in the slot already stays there; what is large is copied to it."""
+        """Pickle a batch, in a worker. Large buffers that lie outside of the slot are copied to it."""
 
         def is_in_pickle(buffer: pickle.PickleBuffer) -> bool:
             content = buffer.raw()
@@ -94,9 +95,14 @@ class Reply:
         self._size, self.is_refused = slot.end, slot.is_refused
 
     def unpack(self, *, lend: bool) -> None:
-        """Make the batch, once: over the memory of the slot if it is lent, else in memory of its own."""
-        token, self._token = self._token, None
-        packed, self._pickle = self._pickle, None
+        """Make the batch from the pickle. Call it once.
+
+        Args:
+            lend: whether the batch uses the memory of the slot. Else the buffers are copied.
+        """
+        token = self._token
+        packed = self._pickle
+        self._token = self._pickle = None
         memory: Any = None
         if token is not None and self._size:
             memory = arena_of(token).lend(self.number, self._size)
@@ -125,14 +131,14 @@ class _Packer(ForkingPickler):
     """Pickles a batch, and its dense tensors as buffers. A tensor that comes twice stays one tensor."""
 
     def reducer_override(self, node: Any) -> Any:
-        """How a tensor is pickled; the strides of one that is not contiguous are kept in torch's own way."""
+        """Pickle a dense, contiguous tensor as a buffer. Torch's own way keeps the strides of the others."""
         if not isinstance(node, torch.Tensor) or not is_dense(node) or not node.is_contiguous():
             return NotImplemented
         return _tensor, (pickle.PickleBuffer(cast(Any, memory_of(node))), node.dtype, tuple(node.shape))
 
 
 def _buffer(memory: memoryview, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
-    """Some bytes of lent memory. A slice of the view would not refer to the view, with which the loan ends."""
+    """Some bytes of lent memory. They refer to the view, because the loan ends with it; a slice would not."""
     buffer: npt.NDArray[np.uint8] = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=offset).numpy()
     return buffer
 

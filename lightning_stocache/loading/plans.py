@@ -8,9 +8,9 @@ DataLoader makes it:
   `prefetch_factor * num_workers` batches. A persistent loader's later epochs draw no base seed and call `iter` once.
 - `next(iterator)`: with workers, one batch, after the current one has come; without, the current one.
 
-Batches may be drawn ahead only if nobody can notice: by samplers that draw from a generator of their own. Not among
-them are a RandomSampler with a generator of the user's, which draws a second permutation when the first runs out, and a
-subclass with an `__iter__` of its own. Where it is allowed, a few thousand indices are drawn and looked up together.
+Batches may be drawn ahead only if nobody can notice: if the sampler draws from a generator of its own. Two samplers do
+not: a RandomSampler with the user's generator, which draws a second permutation when the first runs out, and a subclass
+with its own `__iter__`. Where drawing ahead is allowed, a few thousand indices are drawn and looked up together.
 
 A batch whose samples are all READY is planned together with those that follow, as a block that one gather makes. Any
 other batch is planned by itself, and a worker or this process makes it; it is looked up again when its turn comes. Once
@@ -42,8 +42,8 @@ from lightning_stocache.sampling.residents import RollingSampler, StreamBatches
 
 __all__ = ["Plan", "Plans"]
 
-DRAWN = 4096  # indices that are drawn, and looked up, at a time, where nobody can notice
-BLOCK_BYTES = 2 << 20  # 7 us per batch of eight 3x32x32 images where a gather for each takes 80
+DRAWN = 4096  # indices that are drawn and looked up together, if nobody can notice
+BLOCK_BYTES = 2 << 20  # a batch of eight 3x32x32 images takes 7 us in a block, and 80 us by a gather of its own
 _ROLLING_BATCHES = 16  # batches of a RollingSampler, whose samples are replaced meanwhile
 
 
@@ -71,10 +71,10 @@ class Plans(Iterator["Request | None"]):
         loader: the loader, whose batch sampler is drawn from.
         cached: the cached source of its dataset.
         state: the position of the loader. Its epoch has begun; it notes the states of the generators.
-        cache: what READY batches are gathered from; None if workers make all batches.
+        cache: the store from which READY batches are gathered; None if workers make all batches.
 
     Attributes:
-        cache: as above; None once nothing may be gathered any more.
+        cache: the store from which batches are gathered; None after a change, when nothing may be gathered any more.
         are_unseen: whether nobody can notice that a batch is drawn ahead.
         size: samples of a batch, of which the last may have fewer; 0 for a batch sampler of the user's own.
         queue: the plans, in the order of the sampler.
@@ -101,10 +101,11 @@ class Plans(Iterator["Request | None"]):
         if not is_stream:
             self._batches = (ArrayBatches if self._draws_arrays else ResumableBatches)(batches, state)
         self._drawing: Iterator[Any] = iter(())
-        self._is_full = False  # a question to the cache reads the states of all slots
+        self._is_full = False  # remembered, because `cache.full` reads the states of all slots
         self._requests = 0
-        dealt = sampler.num_replicas if isinstance(sampler, LocalitySampler) else 1  # each rank deals for all
-        self._at_once = max(DRAWN // max(self.size * dealt, 1), 1)
+        # A rank that draws one batch of a LocalitySampler deals the batches of all ranks.
+        batches_dealt = sampler.num_replicas if isinstance(sampler, LocalitySampler) else 1
+        self._at_once = max(DRAWN // max(self.size * batches_dealt, 1), 1)
         if type(sampler) is RollingSampler:
             self._at_once = _ROLLING_BATCHES
 
@@ -192,7 +193,7 @@ class Plans(Iterator["Request | None"]):
     # ---- for workers ----
 
     def __next__(self) -> Request | None:
-        """The next request; None asks for nothing, and has DataLoader draw again: all that was drawn is READY."""
+        """The next request. None asks for no batch, because all are READY, and has DataLoader draw again."""
         if self.is_paused:
             raise StopIteration
         plan = self._unasked()
@@ -209,7 +210,7 @@ class Plans(Iterator["Request | None"]):
         return None if self.are_unseen else self._asked(self.queue[-1])
 
     def _unasked(self) -> Plan | None:
-        """The first plan of which a worker is still to be asked; None if there is none."""
+        """The first plan for which no worker was asked and that is not READY; None if there is none."""
         for plan in self.queue:
             if plan.places is None and plan.number is None:
                 self._look_up(plan)

@@ -516,7 +516,7 @@ class CachedSource:
     def _encoded(
         self, cache: Store, keys: Sequence[Any], samples: list[Any], numbers: Sequence[int]
     ) -> dict[int, Parts]:
-        """Those of some samples that are stored, as the codec's parts, by their numbers in the list."""
+        """The codec's parts of the samples that can be stored, by their numbers in the list."""
         together = [samples[number] for number in numbers]
         alike = cache.codec.encode_all(together) if len(together) > 1 else None
         if alike is not None and cache.has_room(together[0]):
