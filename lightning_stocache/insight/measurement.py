@@ -229,7 +229,7 @@ def measure_curves(
 
 
 def endless_loader(data: Data, dataset: CachedDataset, arm: Arm) -> CachedLoader:
-    """A loader of the data's kind over a dataset, on shuffled indices. Misses end with the dataset."""
+    """A loader with the data's settings over a dataset, on shuffled indices. Only the "stored" arm ends."""
     of_workers = () if arm.num_workers else ("multiprocessing_context", "prefetch_factor", "timeout")
     settings = {name: value for name, value in data.settings.items() if name not in of_workers}
     settings |= {"batch_size": arm.batch_size, "num_workers": arm.num_workers, "pin_memory": arm.pin_memory}
@@ -254,7 +254,8 @@ class Trial:
         self.codec, self.reason = found.codec, found.reason
         self.head, self.tail = parts_of(data.source, found)
         indices = torch.randperm(data.samples)[: 2 * data.batch_size].tolist()
-        begin, samples = time.perf_counter(), list[Any]()
+        samples = list[Any]()
+        begin = time.perf_counter()
         with reading(getattr(self.tail, "heads", ())):
             for index in indices:
                 samples.append(self.head[index])
@@ -267,7 +268,7 @@ class Trial:
     def pace(self, arm: Arm, seconds: float) -> float:
         """Run a loader for some seconds, and for two waves at least. Returns seconds per sample after the first wave.
 
-        Misses end with the dataset, because its samples would be hits then.
+        The "stored" arm ends with the dataset, because its samples would be hits in a second pass.
         """
         if arm.kind == "hit":
             dataset = cast(CachedDataset, self.full)
@@ -278,7 +279,9 @@ class Trial:
         else:
             dataset = CachedDataset(self.data.source, 0, transform=self.data.transform)
         loader = endless_loader(self.data, dataset, arm)
-        wave, begin, ends = max(arm.num_workers, 1), time.perf_counter(), list[float]()
+        wave = max(arm.num_workers, 1)
+        ends = list[float]()
+        begin = time.perf_counter()
         try:
             for _ in loader:
                 ends.append(time.perf_counter() - begin)
@@ -309,12 +312,12 @@ class Trial:
         return self._finishing(dataset, tail, repeated)
 
     def _finishing(self, dataset: CachedDataset, tail: Callable[[Any, int], Any] | None, whole: Any) -> CachedDataset:
-        """The dataset, whose samples are finished by a tail and by the data's transform.
+        """A dataset whose samples are finished by a tail and by the data's transform.
 
         Args:
-            dataset: it reads the deterministic part of a source.
-            tail: the random part.
-            whole: the source.
+            dataset: the dataset of unfinished samples.
+            tail: the random part of the source, or the decoder of its files; None if the samples need neither.
+            whole: the source with both parts.
         """
         opened = cached_source(dataset).opened
         opened = replace(opened, request=replace(opened.request, source=whole), tail=tail)
@@ -351,5 +354,5 @@ def _trial(data: Data) -> Iterator[Trial]:
 
 
 def _finished(tail: Tail, indices: Sequence[int], sample: Any, number: int) -> Any:
-    """One of the repeated samples, finished as that of its index."""
+    """Finish a repeated sample with the index from which it was read."""
     return tail(sample, indices[number % len(indices)])

@@ -9,8 +9,9 @@ A sample without a slot is loaded as by a plain loader, in every epoch. The trai
 loads. If workers load, or if all samples are hits, an epoch takes the longer of the two.
 
 Loading and steps slow each other down: they share cores, memory and caches of the processor. So a training with a plain
-loader is measured, too. What it takes beyond the law is counted in the share of an epoch's samples that are loaded, and
-what its workers took to start in the first epoch. Validation, checkpoints and callbacks are no part of these seconds.
+loader is measured, too. If it takes longer than the law predicts, each epoch gets the difference in proportion to the
+samples that it loads. The first epoch also gets the time in which the workers started. Validation, checkpoints and
+callbacks are no part of these seconds.
 
 The advice follows from the ranges that were measured. A cache gains if it is faster even with the lowest plain pace and
 with its own highest paces, and if the training has enough epochs to win back what the first one stores. It gains

@@ -58,7 +58,7 @@ class Caches:
         of_training = [dataset for dataset in datasets if isinstance(dataset, CachedDataset)]
         of_call = [dataset for dataset in cached_in_leaves([loaders, others]) if isinstance(dataset, CachedDataset)]
         sharing = {id(dataset): _sharing_budget(dataset, of_call) for dataset in of_training}
-        # A set for which others have left nothing has a budget of 0, too.
+        # A set also has a budget of 0 if other sets have taken all of the shared budget.
         budgets = [cached_source(each).opened.request.budget for sets in sharing.values() for each in sets]
         short = [dataset for dataset in of_training if dataset.cache is not None and coverage([dataset]) < 1]
         has_one_node = not of_training or len(of_training[0].group.nodes) == 1
@@ -78,7 +78,7 @@ class Caches:
 
 
 def _sharing_budget(dataset: CachedDataset, of_call: Sequence[CachedDataset]) -> list[CachedDataset]:
-    """A set, and the other sets of a Trainer's call that draw on its budget."""
+    """The datasets of a Trainer's call that share the budget of a dataset, which comes first."""
 
     def shares(other: CachedDataset) -> bool:
         requests = [cached_source(each).opened.request for each in (dataset, other)]
@@ -128,7 +128,7 @@ def _way_out(dataset: CachedDataset, sharing: Sequence[CachedDataset]) -> str:
     where = " on each node" if len(dataset.group.nodes) > 1 else ""
     with_others = ", with the other sets that share it" if len(sets) > 1 else ""
     sentence = f"a budget of {_rounded_up(needed)}{stage}{where} would hold every sample{with_others}"
-    if empty_stages:  # nothing was left for them, so nobody knows what they need
+    if empty_stages:  # they got no memory, so their sizes are unknown
         budgets = f"budget={{{_stage(dataset)!r}: {_rounded_up(needed)!r}}}"
         others = " and ".join(empty_stages)
         sentence = f"{budgets} would hold every sample{where}: {others} then has a budget of its own"
@@ -153,7 +153,7 @@ def _needed_bytes(dataset: CachedDataset, sets: Sequence[CachedDataset]) -> int:
 
 
 def _whole_bytes(dataset: CachedDataset) -> int:
-    """The bytes that hold all samples of a set: of records, by what those stored take, if that is more."""
+    """The bytes that hold all samples of a set, estimated from the stored records if these are larger than expected."""
     cache = dataset.cache
     assert cache is not None
     stored = _used_bytes(dataset) / max(cache.filled, 1)
@@ -167,7 +167,8 @@ def _used_bytes(dataset: CachedDataset) -> int:
 
 def _free_bytes(dataset: CachedDataset) -> int:
     """The bytes that are free where the cache of a set lies."""
-    request, cache = cached_source(dataset).opened.request, dataset.cache
+    request = cached_source(dataset).opened.request
+    cache = dataset.cache
     if request.dir is None:
         return largest_grant(None if cache is None else cache.codec, request.reader, len(dataset.group.members))[0]
     with suppress(OSError):  # the directory was removed

@@ -128,7 +128,7 @@ class BlindCall(NamedTuple):
     Args:
         head: stands for the transform.
         keys: the keys of its values.
-        shown: the objects in place of its results, by the keys of a `CutCall`'s parts.
+        shown: the objects that it returned in place of its results, keyed as the parts of a `CutCall`.
         has_parts: whether a result is a container, or there are several, and code may expect None in its place.
     """
 

@@ -163,8 +163,8 @@ class CommonState:
 
     Args:
         source: the dataset.
-        others: the other objects: samplers and functions. A dataset that such an object holds is not entered. Of it,
-            and of any other object, those attributes count that the code of these objects names.
+        others: samplers and functions. Of an object's attributes, only those count that the code of these samplers and
+            functions names. A dataset to which they refer is entered through such attributes only.
         datasets: the wrappers around the dataset.
 
     Example:
@@ -196,9 +196,9 @@ class CommonState:
                 elif _can_be_written(node) and not module_of(type(node)).startswith("torch.utils.data"):
                     known.add(id(node))
         self._named = named
-        own = node_dict(source) or {}
+        attributes = node_dict(source) or {}
         if holds_source:
-            known.update(id(own[name]) for name in named & own.keys())
+            known.update(id(attributes[name]) for name in named & attributes.keys())
         if known:
             nodes = reachable(source, arrays=True)
             self._nodes = [(path, node) for path, node in nodes if id(node) in known and _can_be_written(node)]

@@ -93,7 +93,7 @@ class Cut:
         return tuple(dict.fromkeys(path for call in self.calls for _, path in call.values))
 
     def apply(self, source: Any) -> Tail:
-        """The tail of `source`, whose `head` is the deterministic copy, without a read.
+        """Cut `source`, without a read. The tail's `head` is the deterministic copy of `source`.
 
         Raises:
             ValueError: `source` holds no transform that could be cut.
@@ -132,7 +132,7 @@ class Tail:
     Args:
         cut: where the source was cut.
         head: the copy of the source.
-        calls: the heads that it calls for each sample, in their order, with the call that each stands for.
+        calls: the heads that the copy calls for each sample, in that order, and the call that each head replaces.
         parts: the tails of the parts of a ConcatDataset; None for a deterministic part.
         ends: the number of samples up to the end of each part.
 
@@ -180,10 +180,16 @@ class Tail:
     def __call__(self, sample: Any, index: int, *, has_usual_form: bool = False) -> Any:
         """Finish a sample of the split source.
 
-        If a result is taken apart and has another form than usual, the sample is read again around it.
+        The source may take the result of a transform apart. If such a result has an unusual form, the sample is read
+        again with the results so far in the place of its transforms.
+
+        Args:
+            sample: the sample of the split source.
+            index: its index.
+            has_usual_form: refuse results of an unusual form, and read nothing.
 
         Raises:
-            UncuttableError: (`has_usual_form`) there is such a result.
+            UncuttableError: (`has_usual_form`) a result has an unusual form.
         """
         if self._parts:
             part, inner = self._part(index)
@@ -219,7 +225,7 @@ class Tail:
         return list(map(self, samples, indices))
 
     def calls(self, index: int) -> Sequence[tuple[Head, CutCall]]:
-        """The heads that the copy calls for a sample, in their order, with the call that each stands for."""
+        """The heads that the copy calls for a sample, in that order, and the call that each head replaces."""
         if self._parts:
             part, inner = self._part(index)
             return () if part is None else part.calls(inner)

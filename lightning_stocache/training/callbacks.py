@@ -27,7 +27,7 @@ __all__ = ["StochasticCache", "SwitchedCache"]
 
 
 class _Call(NamedTuple):
-    """What a StochasticCache has changed for one call of a Trainer: loaders, their sources in Lightning, a monitor."""
+    """The changes of a StochasticCache for one call of a Trainer: loaders, their sources in Lightning, a monitor."""
 
     loaders: CallLoaders
     sources: list[Any]

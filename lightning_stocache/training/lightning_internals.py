@@ -5,7 +5,7 @@
 - `epoch_loop._on_before_fetch`, `_on_after_fetch`: the loop calls them before and after it asks for a batch.
 - `epoch_loop._batches_that_stepped`: the number under which Lightning logs the values of a step, and
   `_should_accumulate`: whether the step goes on with the next batch.
-- `call._call_callback_hooks`: calls a hook of each callback, but one that is None.
+- `call._call_callback_hooks`: calls a hook of each callback, and skips a hook that is None.
 
 If a version of Lightning lacks a name, the feature that needs it is off, with one warning.
 """
@@ -57,7 +57,7 @@ _warn_once = cache(warn)
 
 
 def put_first(trainer: Any, callback: Any) -> None:
-    """Make a callback the first of a Trainer, in a new list: Lightning may be going through the one that there is."""
+    """Make a callback the first of a Trainer, in a new list, because Lightning may iterate over the old list."""
     trainer.callbacks = [callback, *(other for other in trainer.callbacks if other is not callback)]
 
 
@@ -76,7 +76,7 @@ def _skips_none() -> bool:
 def skip_empty_hooks(callback: Any) -> None:
     """Let Lightning skip the hooks of a batch that a callback does not define: to call one takes 2 us.
 
-    A subclass may still define it, and call that of `super()`.
+    A subclass may still define such a hook, and call `super()` in it.
     """
     for name in _BATCH_HOOKS:
         if getattr(type(callback), name) is getattr(Callback, name) and _skips_none():

@@ -1,8 +1,9 @@
 """The inputs of a plan from a DataModule and a LightningModule: how training data is loaded, and how long a step takes.
 
 `take_training_data` runs the DataModule's hooks, once, and opens no cache. `measure_steps` trains in a real Trainer: at
-first with the same batch again and again, then with a plain loader. The time between two requests for a batch has all
-of Lightning's work in it. It needs its own process, because it replaces the DataModule's hooks and trains the model.
+first with one batch again and again, then with a plain loader. The time between two requests for a batch includes all
+of Lightning's work. `measure_steps` needs its own process, because it replaces the DataModule's hooks and trains the
+model.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from lightning_stocache.training.sampling import loader_domain
 
 __all__ = ["ARGUMENTS", "as_datamodule", "measure_steps", "take_source", "take_training_data", "world"]
 
-_STEPS = 96  # with a batch in memory, and as many with a loader; the first third of each warms up
+_STEPS = 96  # of each half: with a batch in memory, and with a loader. The first third of each half warms up
 # The Trainer's arguments for `measure_steps`, in place of the user's. A progress bar is part of a step.
 ARGUMENTS: dict[str, Any] = {
     "max_epochs": 1,
-    "limit_train_batches": 2 * _STEPS + 1,  # the last is asked for, and not there
+    "limit_train_batches": 2 * _STEPS + 1,  # one more, so the Trainer asks for a batch after the last step
     "limit_val_batches": 0,
     "num_sanity_val_steps": 0,
     "devices": 1,
@@ -43,8 +44,8 @@ ARGUMENTS: dict[str, Any] = {
     "enable_checkpointing": False,
     "enable_model_summary": False,
 }
-_FEW = 6  # that are enough after ten seconds
-_PATIENCE = 10.0
+_FEW = 6  # steps that are enough if a half has taken longer than `_PATIENCE`
+_PATIENCE = 10.0  # seconds
 _ROUNDS = 4  # stretches of steps, whose means differ by the noise of the machine
 
 
@@ -115,9 +116,16 @@ def take_source(given: Any) -> Any:
 
 
 def measure_steps(trainer: Any, model: Any, datamodule: Any, data: Data) -> Steps:
-    """Measure a training's seconds a batch, with a batch in memory and with a plain loader: the means of stretches.
+    """Measure the seconds that a training takes per batch, with a batch in memory and with a plain loader.
 
-    The Trainer has `ARGUMENTS`; the batch hooks of the DataModule run. The batch in memory is loaded in this process.
+    The spreads are those of the means of a few stretches of steps. The batch hooks of the DataModule run. The batch in
+    memory is loaded in this process.
+
+    Args:
+        trainer: a Trainer with `ARGUMENTS`.
+        model: the model, which is trained.
+        datamodule: the DataModule, whose hooks are replaced.
+        data: the training data, from `take_training_data`.
 
     Raises:
         PlanError: the model ended training too early.
