@@ -128,7 +128,8 @@ class RollingStore(Store):
 
     def _numbers_of(self, name: str) -> Numbers:
         """The numbers of a column, to look at one and to write it."""
-        start, kind = self.layout.offset_in(name, 0), self.layout.columns[name].dtype.char
+        start = self.layout.offset_in(name, 0)
+        kind = self.layout.columns[name].dtype.char
         return self.segment.numbers_at(start, self.count, cast(Any, kind))
 
     @classmethod
@@ -194,7 +195,8 @@ class RollingStore(Store):
         Verifies the newest sample, and of records each that does not end where the next one begins. The others are
         verified when they are read. All tickets to come are larger than any sound ticket in the file.
         """
-        columns, states = self.layout.columns, self.generations.copy()
+        columns = self.layout.columns
+        states = self.generations.copy()
         is_sound = cast(Checksums, self._checksums).is_sound
         slots = np.flatnonzero(is_complete(states) & (states <= _LATEST))
         newest_first = slots[np.argsort(states[slots])[::-1]].tolist()
@@ -208,7 +210,8 @@ class RollingStore(Store):
         words |= {_APPENDED: last, _EPOCH: last, _BEFORE: last, _FOUND: len(found)}
         is_found = np.zeros(self.count, dtype=np.bool_)
         is_found[found] = True
-        times, now = columns["time"], time.time_ns()
+        times = columns["time"]
+        now = time.time_ns()
         self._rewrite("state", states * is_found)
         self._rewrite("time", np.where((times > 0) & (times <= now), times, now) * is_found)
         self._rewrite("verified", np.zeros_like(columns["verified"]))
@@ -244,7 +247,9 @@ class RollingStore(Store):
         Returns:
             The slots of these records, newest first, and the control words from which the next writer goes on.
         """
-        begins, sizes, start = self.layout.columns["begin"], self.layout.columns["nbytes"], self.layout.begin
+        begins = self.layout.columns["begin"]
+        sizes = self.layout.columns["nbytes"]
+        start = self.layout.begin
         found: list[int] = []
         low = top = floor = start
         for slot in newest_first:

@@ -160,7 +160,7 @@ class Epoch(Iterator[Any]):
         if workers is None:
             return
         if self._loader.persistent_workers:
-            workers.trim(keeps_median=self._asks)  # a full cache asks them for no more batches
+            workers.trim(keeps_median=self._asks)  # workers that make no batches need no memory
         else:
             workers.close()
 

@@ -88,7 +88,8 @@ class Ledger:
         self.begun = self.given()
         self.begun_at = time.perf_counter()
         self._newest = (0, 0, 0, 0)
-        self._left_ns, entered_ns = None, time.perf_counter_ns()
+        self._left_ns = None
+        entered_ns = time.perf_counter_ns()
         try:
             yield
         finally:
