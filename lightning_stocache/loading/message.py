@@ -3,7 +3,7 @@
 A batch is sent as a pickle. Its large tensors and arrays lie beside the pickle, in the memory that the request names
 (`arena`), as far as there is room; its other tensors lie in the pickle. Torch's own way to send a tensor takes fresh
 memory in /dev/shm, and dies of SIGBUS where there is none. It is left for tensors that their bytes, dtype and shape do
-not describe (sparse ones, subclasses).
+not describe (sparse ones, subclasses). The worker keeps that memory until the batch is unpacked.
 
 An error comes in the reply: in torch's own way it would not say whose memory is free.
 """
@@ -77,6 +77,12 @@ class Reply:
         self._pickle: bytes | None = None
         self._spans: list[tuple[int, int]] = []  # offsets and sizes of the buffers in the slot
         self._size = 0  # bytes of the slot that the batch takes
+        self._is_kept = False  # whether the worker keeps memory of the batch until it is unpacked
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if self._is_kept:  # nobody may want the batch, after a break
+            self.unpack(lend=False)
 
     def pack(self, batch: Any, slot: Slot) -> None:
         """In a worker: take a batch. What lies in the slot already stays there; what is large is copied to it."""
@@ -89,8 +95,9 @@ class Reply:
             return offset is None
 
         file = io.BytesIO()
-        _Packer(file, 5, True, is_in_pickle).dump(batch)
-        self._pickle = file.getvalue()
+        packer = _Packer(file, 5, True, is_in_pickle)
+        packer.dump(batch)
+        self._pickle, self._is_kept = file.getvalue(), packer.shares_memory
         self._size, self.is_refused = slot.end, slot.is_refused
 
     def unpack(self, *, lend: bool) -> None:
@@ -122,13 +129,28 @@ class Reply:
 
 
 class _Packer(ForkingPickler):
-    """Pickles a batch, and its dense tensors as buffers. A tensor that comes twice stays one tensor."""
+    """Pickles a batch, and its dense tensors as buffers. A tensor that comes twice stays one tensor.
+
+    Attributes:
+        shares_memory: whether torch has put a tensor into memory that it shares.
+    """
+
+    shares_memory = False
 
     def reducer_override(self, node: Any) -> Any:
-        """How a tensor is pickled; the strides of one that is not contiguous are kept in torch's own way."""
+        """How a tensor or array is pickled; the strides of a tensor that is not contiguous are kept in torch's way.
+
+        NumPy's arrays come as by the protocol of DataLoader's queues: to be written to, in native order.
+        """
+        if type(node) is np.ndarray:
+            is_kept = node.flags.writeable and node.flags.forc and node.dtype.isnative
+            return NotImplemented if is_kept else node.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+        if isinstance(node, torch.UntypedStorage):
+            self.shares_memory = True
         if not isinstance(node, torch.Tensor) or not is_dense(node) or not node.is_contiguous():
             return NotImplemented
-        return _tensor, (pickle.PickleBuffer(cast(Any, memory_of(node))), node.dtype, tuple(node.shape))
+        buffer = pickle.PickleBuffer(cast(Any, memory_of(node)))
+        return _tensor, (buffer, node.dtype, tuple(node.shape), node.stride())
 
 
 def _buffer(memory: memoryview, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
@@ -137,7 +159,8 @@ def _buffer(memory: memoryview, offset: int, nbytes: int) -> npt.NDArray[np.uint
     return buffer
 
 
-def _tensor(content: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+def _tensor(content: Any, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    """A contiguous tensor. An axis of one row may have any stride, which tells the order of the axes."""
     if not len(content):
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    return torch.frombuffer(content, dtype=torch.uint8).view(dtype).view(shape)
+        return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+    return torch.frombuffer(content, dtype=torch.uint8).view(dtype).as_strided(shape, strides)
