@@ -13,6 +13,7 @@ Differences:
 - Batches of four-dimensional samples in the format `channels_last` are contiguous, as DataLoader's workers make them.
 - `is_shared()` is False where DataLoader's worker batches say True. Yet a process that is forked while a batch is held
   shares its memory, and sees the batch that comes there next.
+- Tensors of a `collate_fn` in a worker that share memory (a tensor and a view of it) come without what they share.
 - The workers' random streams see only the misses: a source must not be random.
 - The samples of a batch are loaded before any is transformed: after an error of the source, a random transform has
   drawn less than in DataLoader.

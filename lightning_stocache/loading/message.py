@@ -3,7 +3,8 @@
 A batch is sent as a pickle. Its large tensors and arrays lie beside the pickle, in the memory that the request names
 (`arena`), as far as there is room. Its other tensors lie in the pickle. Torch's own way to send a tensor takes fresh
 memory in /dev/shm, and the process dies of SIGBUS if /dev/shm is full. So only tensors that bytes, dtype and shape do
-not describe (sparse tensors, subclasses) are sent in torch's way.
+not describe (sparse tensors, subclasses) are sent in torch's way. The worker keeps their memory until the batch is
+unpacked.
 
 A reply also carries the worker's error. An error that torch sends in its own way does not name its request, so the
 trainer would not know which slot is free again.
@@ -78,6 +79,12 @@ class Reply:
         self._pickle: bytes | None = None
         self._spans: list[tuple[int, int]] = []  # offsets and sizes of the buffers in the slot
         self._size = 0  # bytes of the slot that the batch takes
+        self._is_kept = False  # whether the worker keeps memory of the batch until it is unpacked
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if self._is_kept:  # nobody may want the batch, after a break
+            self.unpack(lend=False)
 
     def pack(self, batch: Any, slot: Slot) -> None:
         """Pickle a batch, in a worker. Large buffers that lie outside of the slot are copied to it."""
@@ -90,8 +97,9 @@ class Reply:
             return offset is None
 
         file = io.BytesIO()
-        _Packer(file, 5, True, is_in_pickle).dump(batch)
-        self._pickle = file.getvalue()
+        packer = _Packer(file, 5, True, is_in_pickle)
+        packer.dump(batch)
+        self._pickle, self._is_kept = file.getvalue(), packer.shares_memory
         self._size, self.is_refused = slot.end, slot.is_refused
 
     def unpack(self, *, lend: bool) -> None:
@@ -128,13 +136,28 @@ class Reply:
 
 
 class _Packer(ForkingPickler):
-    """Pickles a batch, and its dense tensors as buffers. A tensor that comes twice stays one tensor."""
+    """Pickles a batch, and its dense tensors as buffers. A tensor that comes twice stays one tensor.
+
+    Attributes:
+        shares_memory: whether torch has put a tensor into memory that it shares.
+    """
+
+    shares_memory = False
 
     def reducer_override(self, node: Any) -> Any:
-        """Pickle a dense, contiguous tensor as a buffer. Torch's own way keeps the strides of the others."""
+        """Pickle a dense, contiguous tensor as a buffer. Torch's own way keeps the strides of the others.
+
+        NumPy's arrays come as DataLoader's queues send them, by Python's default protocol: writable, in native order.
+        """
+        if type(node) is np.ndarray:
+            is_kept = node.flags.writeable and node.flags.forc and node.dtype.isnative
+            return NotImplemented if is_kept else node.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+        if isinstance(node, torch.UntypedStorage):
+            self.shares_memory = True
         if not isinstance(node, torch.Tensor) or not is_dense(node) or not node.is_contiguous():
             return NotImplemented
-        return _tensor, (pickle.PickleBuffer(cast(Any, memory_of(node))), node.dtype, tuple(node.shape))
+        buffer = pickle.PickleBuffer(cast(Any, memory_of(node)))
+        return _tensor, (buffer, node.dtype, tuple(node.shape), node.stride())
 
 
 def _buffer(memory: memoryview, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
@@ -143,7 +166,8 @@ def _buffer(memory: memoryview, offset: int, nbytes: int) -> npt.NDArray[np.uint
     return buffer
 
 
-def _tensor(content: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+def _tensor(content: Any, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    """A contiguous tensor. An axis of one row may have any stride, which tells the order of the axes."""
     if not len(content):
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    return torch.frombuffer(content, dtype=torch.uint8).view(dtype).view(shape)
+        return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+    return torch.frombuffer(content, dtype=torch.uint8).view(dtype).as_strided(shape, strides)

@@ -1,9 +1,12 @@
 """The batch of default_collate, made from gathered fields or by a worker in shared memory; and where it cannot be."""
 
 import collections
+import os
 import pickle
 from collections.abc import Callable
 from fractions import Fraction
+from multiprocessing import active_children
+from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
 
@@ -134,6 +137,58 @@ def test_a_batch_that_cannot_be_sent_is_an_error_in_its_place(monkeypatch):
     with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
         replied([torch.zeros(2)], arena, collate_fn=lambda samples: [samples, lambda: 0])
     assert arena.free_slots == 1
+
+
+ARRAYS: dict[str, Callable[[], Any]] = {
+    "read-only": lambda: np.frombuffer(bytes(20_000), dtype=np.int32),
+    "small and read-only": lambda: np.frombuffer(bytes(20), dtype=np.int32),
+    "axes in another order": lambda: np.arange(6000.0).reshape(10, 20, 30).transpose(1, 2, 0),
+    "of another machine": lambda: np.arange(3000, dtype=">f4"),
+    "columns first": lambda: np.asfortranarray(np.arange(6000.0).reshape(60, 100)),
+    "one column of a row": lambda: torch.ones(1, 2000).t(),
+    "channels last": lambda: torch.ones(2, 1, 50, 50).to(memory_format=torch.channels_last),
+    "no rows": lambda: torch.empty(0, 5).t(),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_what_a_collate_function_makes_comes_as_from_dataloaders_workers(name):
+    """They pickle by Python's default protocol: NumPy's arrays come in native order, to be written to."""
+    array = ARRAYS[name]()
+    expected = pickle.loads(ForkingPickler.dumps(array))
+    for memory in (None, Arena.create(1, workers=1)):
+        got = replied([torch.zeros(2)], memory, collate_fn=lambda samples: [array])[0]
+        if isinstance(got, np.ndarray):
+            assert (got.dtype, got.strides) == (expected.dtype, expected.strides)
+            assert got.flags.writeable == expected.flags.writeable
+            assert np.array_equal(got, expected)
+        else:
+            assert got.stride() == expected.stride()
+            assert torch.equal(got, expected)
+
+
+@pytest.mark.processes
+def test_workers_keep_nothing_of_batches_that_nobody_wants():
+    """Of those that were under way when an epoch was broken off; a worker would keep the memory until it ends."""
+    dataset = CachedDataset([torch.arange(12.0).reshape(3, 4) + number for number in range(40)])
+    loader = CachedLoader(dataset, 2, num_workers=1, persistent_workers=True, prefetch_factor=8, collate_fn=turned)
+    held: list[int] = []
+    for _ in range(6):
+        batches = iter(loader)
+        next(batches)
+        del batches
+        for batch in loader:
+            del batch
+        [worker] = active_children()
+        held.append(len(os.listdir(f"/proc/{worker.pid}/fd")))
+    loader.close()
+    dataset.close()
+    assert held[-1] < held[0] + 5
+
+
+def turned(samples: list[torch.Tensor]) -> torch.Tensor:
+    """A batch that is not contiguous."""
+    return torch.stack(samples).transpose(1, 2)
 
 
 Pair = collections.namedtuple("Pair", "image label")
