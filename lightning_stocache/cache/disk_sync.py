@@ -11,6 +11,8 @@ the last that is safe. So nothing is written for a slot when it becomes safe.
 
 One process at a time does that, in a thread: each minute while a process stores or reads samples that are not safe, and
 at the end of an epoch. What an earlier job has stored, and this one has verified, is like a sample of the first round.
+But a writer may die, or have no turn, when its sample has a checksum and its slot is not stored yet. So when a process
+has begun to write since the file was opened, what is verified belongs to the round in which it is verified.
 
 After an error nothing becomes safe any more, and nothing is stored, while the file is open. The kernel reports an error
 once to each process that has the file open, but not to a process that opens it after a report. So a process that dies
@@ -39,11 +41,12 @@ log = logging.getLogger(__name__)
 SYNC_SECONDS = 60.0
 """Seconds between two syncs in the middle of an epoch."""
 
-ROUNDS = struct.Struct("=5q")
+ROUNDS = struct.Struct("=6q")
 """Syncs that have begun, of which the n-th ends round n; the last safe round; the last round in which a sample was
-stored; whether the disk has lost something; when the last sync began, in nanoseconds of the monotonic clock."""
+stored; whether the disk has lost something; when the last sync began, in nanoseconds of the monotonic clock; whether a
+process has begun to write a sample."""
 
-_BEGUN, _SAFE, _STORED, _FAILED, _TIME = range(5)
+_BEGUN, _SAFE, _STORED, _FAILED, _TIME, _WRITTEN = range(6)
 _KIND_BITS = 2  # of a word, which say that a slot is stored; the other bits are the round
 _BYTE = 1 << 41  # the byte whose lock the process has that makes samples safe
 _PAUSE = 0.01
@@ -87,7 +90,7 @@ class DiskSync:
 
     def __init__(self, segment: Segment, offset: int) -> None:
         self._segment, self._offset = segment, offset
-        self._rounds = segment.numbers_at(offset, 5, "q")
+        self._rounds = segment.numbers_at(offset, 6, "q")
         self._process = _processes.setdefault(segment, _Process())
         self._most_stored = 0
         self._join()
@@ -105,10 +108,15 @@ class DiskSync:
     def is_all_safe(self) -> bool:
         """Whether all samples are safe that this process can read."""
         stored = self._rounds[_STORED]
-        if stored < self._most_stored:  # the disk has lost the numbers, too
+        if not stored or stored < self._most_stored:  # nothing is stored, or the disk has lost the numbers, too
             return False
         self._most_stored = stored
         return bool(stored <= self._rounds[_SAFE])
+
+    def note_write(self) -> None:
+        """Note that a sample will be written. Raises OSError if the disk has no room for a number."""
+        if not self._rounds[_WRITTEN]:
+            self._rounds[_WRITTEN] = 1
 
     def stored_word(self) -> int:
         """The word of a slot whose sample is stored now. Call it in a turn."""
@@ -117,8 +125,18 @@ class DiskSync:
             self._rounds[_STORED] = number
         return int(number << _KIND_BITS | READY)
 
-    def verified_word(self) -> int:
-        """The word of a slot that an earlier job has stored and this one has verified: it is of the first round."""
+    def verified_word(self) -> int | None:
+        """The word of slots with checksums that this process has seen, and verifies.
+
+        Returns None if the turn was not to be had, or the disk has no room for a number.
+        """
+        with suppress(OSError):
+            return self._segment.in_turn(self._verified_word)
+        return None
+
+    def _verified_word(self) -> int:
+        if self._rounds[_WRITTEN]:
+            return self.stored_word()
         if not self._rounds[_STORED]:
             self._rounds[_STORED] = 1
         return 1 << _KIND_BITS | READY
@@ -157,7 +175,7 @@ class DiskSync:
 
     def begin_anew(self) -> None:
         """Forget what earlier jobs have noted, while no other process has the file open."""
-        begun, safe, _, has_failed, _ = ROUNDS.unpack(self._segment.fetch(self._offset, ROUNDS.size))
+        begun, safe, _, has_failed, *_ = ROUNDS.unpack(self._segment.fetch(self._offset, ROUNDS.size))
         if begun != safe or has_failed:
             self._segment.drop_page_cache()
         self._process.joined = 0
