@@ -100,6 +100,7 @@ class Checksums:
         stored = [slot for slot, number in sums.items() if number]
         if not stored:
             return False
+        word = None if self._sync is None else self._sync.verified_word()
         mine = [slot for slot in stored if seats.is_mine(slot)]
         others = [slot for slot in stored if slot not in mine]
         claimed = set(mine)
@@ -111,18 +112,18 @@ class Checksums:
                 if slot not in claimed and states[slot] != EMPTY:  # another process is reading it
                     continue
                 if self._read(slot, self._sum_now, seats) == sums[slot]:
-                    self._set_ready(slot, for_all=slot in claimed)
+                    self._set_ready(slot, word if slot in claimed else None)
                 elif slot in claimed:
                     layout.forget(slot)
         finally:
             seats.release(others)
         return True
 
-    def _set_ready(self, slot: int, *, for_all: bool) -> None:
-        """Let a slot be read, by other processes, too, if it is claimed and the disk has room for its word."""
+    def _set_ready(self, slot: int, word: int | None) -> None:
+        """Let a slot be read, by other processes, too, if it has a word for them and the disk has room for it."""
         with suppress(OSError):
-            if for_all and self._sync is not None:
-                self._layout.states[slot] = self._sync.verified_word()
+            if word is not None:
+                self._layout.states[slot] = word
                 return
         if self.known is None:
             self.known = np.zeros(self._layout.count, dtype=np.bool_)

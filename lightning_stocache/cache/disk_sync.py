@@ -10,7 +10,9 @@ the last that is safe. So nothing is written for a slot when it becomes safe.
     [turn: the next round begins] > fdatasync > [turn: the round before it is safe]
 
 One process at a time does that, in a thread: each minute while a process stores or reads samples that are not safe, and
-at the end of an epoch. What earlier jobs have stored is verified, and is like a sample of the first round.
+at the end of an epoch. What earlier jobs have stored is verified, and is like a sample of the first round. But a writer
+may die, or have no turn, when its sample has a checksum and its slot is not stored yet. So once a process has begun to
+write since the file was opened, a verified sample belongs to the round in which it is verified.
 
 After an error nothing becomes safe any more, and nothing is stored, while the file is open. The kernel reports an error
 once to each process that has the file open, but not to a process that opens it after a report. So a process that dies
@@ -40,11 +42,12 @@ log = logging.getLogger(__name__)
 SYNC_SECONDS = 60.0
 """Seconds between two syncs in the middle of an epoch."""
 
-ROUNDS = struct.Struct("=5q")
+ROUNDS = struct.Struct("=6q")
 """Syncs that have begun, of which the n-th ends round n; the last safe round; the last round in which a sample was
-stored; whether the disk has lost something; when the last sync began, in nanoseconds of the monotonic clock."""
+stored; whether the disk has lost something; when the last sync began, in nanoseconds of the monotonic clock; whether a
+process has begun to write a sample."""
 
-_BEGUN, _SAFE, _STORED, _FAILED, _TIME = range(5)
+_BEGUN, _SAFE, _STORED, _FAILED, _TIME, _WRITTEN = range(6)
 _KIND_BITS = 2  # of a word, which say that a slot is stored; the other bits are the round
 _BYTE = 1 << 41  # locked by the process that makes samples safe
 _PAUSE = 0.01
@@ -58,7 +61,7 @@ class _Process:
         self.next = 0.0  # time of the monotonic clock at which the next sync is due
         self.joined: int | None = None  # number of syncs that had begun when this process opened the file
         self.has_failed = False
-        self.has_stored = False
+        self.has_written = False
 
 
 _processes: weakref.WeakKeyDictionary[Segment, _Process] = weakref.WeakKeyDictionary()
@@ -89,7 +92,7 @@ class DiskSync:
 
     def __init__(self, segment: Segment, offset: int) -> None:
         self._segment, self._offset = segment, offset
-        self._rounds = segment.numbers_at(offset, 5, "q")
+        self._rounds = segment.numbers_at(offset, 6, "q")
         self._process = _processes.setdefault(segment, _Process())
         self._join()
 
@@ -103,23 +106,34 @@ class DiskSync:
         """Whether the disk has lost what it had taken."""
         return self._process.has_failed or self._rounds[_FAILED] != 0
 
+    def note_write(self) -> None:
+        """Note that a sample will be written. Raises OSError if the disk has no room for a number."""
+        self._process.has_written = True
+        if not self._rounds[_WRITTEN]:
+            self._rounds[_WRITTEN] = 1
+
     def stored_word(self) -> int:
         """The word of a slot whose sample is stored now. Call it in a turn."""
         number = self._rounds[_BEGUN] + 1
         if self._rounds[_STORED] != number:
             self._rounds[_STORED] = number
-        self._process.has_stored = True
         return int(number << _KIND_BITS | READY)
 
-    def verified_word(self) -> int:
-        """The word of a slot that has been verified, and was empty.
+    def verified_word(self) -> int | None:
+        """The word of slots with checksums that this process has seen, and verifies.
 
-        If nothing was stored since the file was opened, an earlier job has stored the sample, and any sync makes it
-        safe. Else this job may have stored the sample just now, and its word was lost.
+        Returns None if the turn was not to be had, or the disk has no room for a number.
         """
-        is_from_before = not (self._process.has_stored or self._rounds[_STORED])
-        number = 1 if is_from_before else self._rounds[_BEGUN] + 1
-        return int(number << _KIND_BITS | READY)
+        with suppress(OSError):
+            return self._segment.in_turn(self._verified_word)
+        return None
+
+    def _verified_word(self) -> int:
+        if self._process.has_written or self._rounds[_WRITTEN]:  # the disk may have lost the number
+            return self.stored_word()
+        if not self._rounds[_STORED]:
+            self._rounds[_STORED] = 1
+        return 1 << _KIND_BITS | READY
 
     def note(self) -> None:
         """Note that this process has stored or read a sample that is not safe: a sync may be due."""
@@ -155,7 +169,7 @@ class DiskSync:
 
     def begin_anew(self) -> None:
         """Forget what earlier jobs have noted, while no other process has the file open."""
-        begun, safe, _, has_failed, _ = ROUNDS.unpack(self._segment.fetch(self._offset, ROUNDS.size))
+        begun, safe, _, has_failed, *_ = ROUNDS.unpack(self._segment.fetch(self._offset, ROUNDS.size))
         if begun != safe or has_failed:
             self._segment.drop_page_cache()
         self._process.joined = 0

@@ -15,8 +15,8 @@ that is already collated (`gather_pool`: NumPy takes, by several threads where r
 What lies before the samples is the head. In memory its pages are reserved when the store is made, or block by block,
 and it is written through the mapping. Samples are written through the file (`Segment.store`), where a lack of memory is
 an error. Small rows are written through the mapping, many at once, because a system call for each would cost more than
-its copy. Their pages are reserved in blocks before, and there a lack of memory is an error, too. A killed writer leaves
-no sample.
+its copy. Their pages are reserved before, and there a lack of memory is an error, too. A killed writer leaves no
+sample.
 
 A disk is written through the file alone. Two parts of its head differ in what they mean. An entry outlives its job: a
 slot has a sample if its checksum is not zero. Columns and words before the entries say what is known while the file is
@@ -84,7 +84,7 @@ _END = ""
 _SMALL = 8  # alignment of records with one part
 _SMALL_ROW = 1024  # bytes; to copy a smaller row costs less than a system call
 _MANY = 8  # from so many small rows on, one copy of all costs less than a system call for each
-_RESERVED = 1 << 16  # bytes of small rows whose pages are reserved together
+_PAGE = 1 << 12  # bytes of small rows that are reserved together; most of a larger block would stay empty
 _GAP = memoryview(bytes(64))  # lies between two records
 KNOWN = 32  # with so many records, their mean size replaces the estimate of set-up
 _STEP = 1 << 20  # slots whose states are read together
@@ -331,10 +331,9 @@ class Rows(_Slots):
         self.granted_bytes = count * (self._nbytes + head.slot_bytes)
         """Bytes that all slots take when they are filled."""
         self._is_small = not segment.on_disk and 0 < self._nbytes < _SMALL_ROW and hasattr(os, "posix_fallocate")
-        self._block_slots = max(_RESERVED // max(self._nbytes, 1), 1)
         self._clears = 0
         self._reserved = np.zeros(0, dtype=np.bool_)
-        """Which blocks of slots this process has reserved since clear number `_clears`, bool `[blocks]`."""
+        """Which pages this process has reserved since clear number `_clears`, bool `[pages]`."""
 
     @staticmethod
     def bytes_for(codec: Any, count: int, granted: int = 0, head: Head = ONCE) -> int:
@@ -363,7 +362,7 @@ class Rows(_Slots):
     def write(self, slots: Sequence[int], samples: Sequence[Sequence[memoryview]]) -> list[bool]:
         """Write samples, bytes `[nbytes]` per field. Returns True for each."""
         if self._is_small and len(slots) >= _MANY:
-            self._reserve_blocks(slots)
+            self._reserve_pages(np.array(slots))
             memory = [np.frombuffer(b"".join(contents), np.uint8) for contents in zip(*samples, strict=True)]
             self.scatter(np.array(slots), memory)
             return [True] * len(slots)
@@ -387,19 +386,20 @@ class Rows(_Slots):
         for rows, nbytes, memory in zip(self.fields, self._row_bytes, into, strict=True):
             pool.take(rows, slots, memory.reshape(len(slots), nbytes))
 
-    def _reserve_blocks(self, slots: Sequence[int]) -> None:
-        """Reserve the pages of slots, in blocks of them. Raises OSError (ENOSPC) without memory."""
+    def _reserve_pages(self, slots: Integers) -> None:
+        """Reserve the pages of slots. Raises OSError (ENOSPC) without memory."""
         if self._clears != self.numbers[_CLEARS] or not len(self._reserved):
             self._clears = self.numbers[_CLEARS]
-            self._reserved = np.zeros(-(-self.count // self._block_slots), dtype=np.bool_)
-        for block in {slot // self._block_slots for slot in slots}:
-            if self._reserved[block]:
+            self._reserved = np.zeros(self._end // _PAGE + 1, dtype=np.bool_)
+        for start, nbytes in zip(self._fields, self._row_bytes, strict=True):
+            if not nbytes:
                 continue
-            first = block * self._block_slots
-            last = min(first + self._block_slots, self.count)
-            for start, nbytes in zip(self._fields, self._row_bytes, strict=True):
-                self._segment.reserve(start + first * nbytes, (last - first) * nbytes)
-            self._reserved[block] = True
+            begins = start + slots * nbytes
+            pages = np.unique(np.concatenate([begins, begins + nbytes - 1]) // _PAGE)
+            for page in pages[~self._reserved[pages]].tolist():
+                first = page * _PAGE
+                self._segment.reserve(first, min(_PAGE, self._end - first))
+                self._reserved[page] = True
 
     def reserve_all(self) -> None:
         """Reserve the memory of all rows. Raises OSError (ENOSPC) without it."""

@@ -643,6 +643,8 @@ class Store:
     ) -> list[bool]:
         """Write samples into claimed slots and set them ready. Returns which found room; [] if none is stored."""
         try:
+            if self._sync is not None:
+                self._sync.note_write()
             written = self.layout.write(slots, samples)
             fence()
             ready = list(compress(slots, written))

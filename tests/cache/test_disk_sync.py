@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 from lightning_stocache.cache.disk_sync import DiskSync
+from lightning_stocache.cache.seats import Seats
 from lightning_stocache.cache.store import Store
 from lightning_stocache.node.files import HEADER_BYTES
 from lightning_stocache.node.segment import Segment
@@ -155,6 +156,22 @@ def test_a_sample_whose_word_was_lost_is_not_safe(disk: Disk, syncs: Syncs) -> N
         assert served(store) == ALL[:40] + ALL[41:]
 
 
+def served_at(handle: Any) -> list[int]:
+    with closing(Store.attach(handle)) as store:
+        return served(store)
+
+
+@pytest.mark.processes
+def test_a_process_that_finds_lost_numbers_takes_nothing_as_safe(disk: Disk, syncs: Syncs) -> None:
+    """They are zeroes where the disk had no block for them yet."""
+    with closing(disk.open()) as store, open(f"/proc/self/fd/{store.segment.descriptor}", "r+b") as file:
+        filled(store)
+        behind_words = HEADER_BYTES + store.layout.offset_in("state", len(ALL))
+        os.pwrite(file.fileno(), bytes(HEADER_BYTES + store.layout.scratch_bytes - behind_words), behind_words)
+        lose(store, 40)
+        assert call(served_at, store.handle, method="spawn") == ALL[:40] + ALL[41:]
+
+
 def test_what_earlier_jobs_stored_is_safe_after_any_sync(disk: Disk, syncs: Syncs) -> None:
     """Their pages may not be written when the next job verifies them."""
     disk.fill(ALL[:20])
@@ -167,6 +184,34 @@ def test_what_earlier_jobs_stored_is_safe_after_any_sync(disk: Disk, syncs: Sync
         assert store.make_safe()
         assert served(store) == ALL[:20]
         assert reads_of(store, ALL[:20]) == 0
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("end", ["killed", "without a turn", "full disk"])
+def test_what_a_writer_leaves_without_its_word_is_not_safe(
+    disk: Disk, syncs: Syncs, monkeypatch: Any, end: str
+) -> None:
+    """It has a checksum, as what an earlier job has stored, but no sync that has begun since."""
+
+    def publish(*_: Any) -> list[int]:
+        if end == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if end == "full disk":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return []
+
+    with closing(disk.open()) as store:
+        filled(store, ALL[:10])
+        assert store.make_safe()
+        with monkeypatch.context() as patch:
+            patch.setattr(Seats, "publish", publish)
+            writer = Child(filled, store, ALL[10:11])
+            wait_until(lambda: not writer.process.is_alive())
+            writer.kill()
+        assert served(store) == ALL[:11]
+        assert reads_of(store, ALL[:11]) == 1
+        lose(store, 10)
+        assert served(store) == ALL[:10]
 
 
 def test_after_an_error_nothing_becomes_safe_or_is_stored(disk: Disk, syncs: Syncs, caplog: Any) -> None:

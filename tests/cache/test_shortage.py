@@ -1,5 +1,6 @@
 """Near a limit of memory the cache stops taking slots, in all processes, before the kernel kills."""
 
+import mmap
 import os
 import pickle
 import time
@@ -262,7 +263,7 @@ def check_small(store: Store, least: int) -> int:
 
 
 def test_small_rows_are_written_without_a_system_call_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their pages are reserved by block. Rows of single samples, and those of a disk, are written as all rows are."""
+    """Each page is reserved once. Rows of single samples, and those of a disk, are written as all rows are."""
     writes, reserved = [], []
     for name, calls in (("store", writes), ("reserve", reserved)):
         plain = getattr(Segment, name)
@@ -271,7 +272,7 @@ def test_small_rows_are_written_without_a_system_call_for_each(monkeypatch: pyte
     reserved.clear()
     assert all(put_small(store, 0, SMALL))
     assert writes == []
-    assert len(reserved) <= 3 * (SMALL * 64 // 2**16 + 1)
+    assert len(reserved) <= SMALL * 64 // 2**12 + 3
     assert check_small(store, SMALL) == SMALL
     store.clear()
     writes.clear()
@@ -279,6 +280,16 @@ def test_small_rows_are_written_without_a_system_call_for_each(monkeypatch: pyte
     assert len(writes) == 2
     assert all(put_small(store, 6, 300))
     assert check_small(store, 295) == 295
+    store.close()
+
+
+def test_small_rows_take_no_other_memory_than_their_pages() -> None:
+    """As rows that are written one by one: else a few rows would take what is left for the batches of workers."""
+    store = Store.create(SampleSpec.infer(small(0)), Arc(SMALL, SMALL))
+    before = store.segment.allocated_bytes
+    indices = range(0, SMALL, SMALL // 16)
+    assert all(store.put(indices, [store.codec.contents(store.codec.encode(small(index))) for index in indices]))
+    assert store.segment.allocated_bytes - before <= 2 * len(indices) * 2 * mmap.PAGESIZE
     store.close()
 
 
