@@ -101,6 +101,7 @@ class Plans(Iterator["Request | None"]):
         if not is_stream:
             self._batches = (ArrayBatches if self._draws_arrays else ResumableBatches)(batches, state)
         self._drawing: Iterator[Any] = iter(())
+        self._has_drawn = False
         self._is_full = False  # remembered, because `cache.full` reads the states of all slots
         self._requests = 0
         # A rank that draws one batch of a LocalitySampler deals the batches of all ranks.
@@ -141,6 +142,7 @@ class Plans(Iterator["Request | None"]):
 
     def draw(self) -> bool:
         """Plan the next batch, or the next few thousand indices where nobody can notice. Returns False at the end."""
+        self._has_drawn = True
         at_once = self._at_once if self.are_unseen and self.cache is not None else 1
         drawn = list(islice(self._drawing, at_once))
         if len(drawn) > 1 and all(isinstance(batch, np.ndarray) for batch in drawn):
@@ -197,7 +199,8 @@ class Plans(Iterator["Request | None"]):
         if self.is_paused:
             raise StopIteration
         plan = self._unasked()
-        has_more = not (self.are_unseen and self.are_local)
+        # The first draw is seen: RandomSampler draws the seed of its generator from torch's.
+        has_more = not (self.are_unseen and self.are_local and self._has_drawn)
         if plan is None and has_more:
             self.has_failed = True
             has_more = self.draw()

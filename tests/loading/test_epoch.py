@@ -610,3 +610,28 @@ def test_batches_are_those_of_a_dataloader(dataset: CachedDataset, monkeypatch: 
     assert blocks == 2 * [min(most, left - first) for left in stretches for first in range(0, left, most)]
     assert len(made[0]) > 1 or drop_last
     assert same(*made)
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("seeded")
+def test_loaders_of_full_caches_that_begin_together_draw_in_turn() -> None:
+    """Persistent workers start all the same, and the seed of each order is drawn as its epoch begins."""
+    source = Numbers(LENGTH)
+    arguments: dict[str, Any] = PERSISTENT | {"batch_size": 7, "shuffle": True}
+    seed_all()
+    expected = [
+        [batch[1].tolist() for batch in both] for both in zip(*pair(DataLoader, source, arguments), strict=True)
+    ]
+    with closing(CachedDataset(source)) as dataset:
+        for index in range(LENGTH):
+            dataset[index]
+        seed_all()
+        loaders = pair(CachedLoader, dataset, arguments)
+        assert [[batch[1].tolist() for batch in both] for both in zip(*loaders, strict=True)] == expected
+        for loader in loaders:
+            loader.close()
+
+
+def pair(kind: Any, dataset: Any, arguments: dict[str, Any]) -> list[Any]:
+    """Two loaders of a kind."""
+    return [kind(dataset, **arguments), kind(dataset, **arguments)]
