@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from lightning_stocache import StocacheDataModule, StochasticCache
 from lightning_stocache.__main__ import main
-from lightning_stocache.cache.layout import contents_of
+from lightning_stocache.cache.contents import contents_of
 from lightning_stocache.node.named import named_segments
 from tests.jobs import ROOT, write_files
 from tests.processes import wait_until

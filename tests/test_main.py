@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 
 from lightning_stocache import LMDBSource
 from lightning_stocache.__main__ import COMMANDS, main
-from lightning_stocache.cache.layout import READY
+from lightning_stocache.cache.seats import READY
 from lightning_stocache.insight import measurement
 from lightning_stocache.node.files import Geometry, Manifest
 from lightning_stocache.node.named import clean, named_segments, open_named

@@ -27,9 +27,9 @@ from multiprocessing import get_context
 import torch
 from measure import Report, Spread, fresh, listed, parser
 
-from lightning_stocache.cache.layout import READY
 from lightning_stocache.cache.placement import Ring
 from lightning_stocache.cache.rows import SampleSpec
+from lightning_stocache.cache.seats import READY
 from lightning_stocache.cache.store import Store
 from lightning_stocache.node.segment import fence
 

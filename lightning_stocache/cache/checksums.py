@@ -26,9 +26,9 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_stocache.cache.disk_sync import DiskSync
-from lightning_stocache.cache.layout import EMPTY, Layout
+from lightning_stocache.cache.layout import Layout
 from lightning_stocache.cache.placement import NO_SLOT
-from lightning_stocache.cache.seats import Seats
+from lightning_stocache.cache.seats import EMPTY, Seats
 from lightning_stocache.node.segment import Segment
 
 __all__ = ["Checksums", "checksum"]

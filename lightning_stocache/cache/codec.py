@@ -1,4 +1,4 @@
-"""Shared parts of the codecs of rows (`rows`) and records (`records`): errors, types, tensors as bytes, names."""
+"""What turns samples into bytes, and back (`Codec`), and what `rows` and `records` share: errors, tensors, names."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from functools import cache
 from itertools import combinations
 from operator import attrgetter
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 __all__ = [
+    "Codec",
     "Lend",
     "Memory",
     "Parts",
@@ -47,6 +48,63 @@ Memory = Sequence[npt.NDArray[np.uint8]]
 
 Lend = Callable[[Sequence[int]], Memory]
 """Gives memory of undefined content, uint8 `[size]` for each size."""
+
+
+class Codec(Protocol):
+    """Turns samples into bytes, and back. Nothing outside this room looks into the bytes.
+
+    There are two: `SampleSpec` (rows: fields of a fixed size) and `RecordCodec` (records: any sample).
+    """
+
+    is_fixed: ClassVar[bool]
+    """Whether all samples have the same fields, each of a fixed size. Such samples are gathered field by field."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one sample; of samples of many sizes, their mean."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot: a sample and its columns."""
+
+    @property
+    def most_slot_bytes(self) -> int:
+        """Upper estimate of the mean bytes of a slot."""
+
+    @property
+    def batch_bytes(self) -> int:
+        """Bytes that a sample takes in a batch."""
+
+    @property
+    def title(self) -> str:
+        """What samples look like, in words that two jobs can compare."""
+
+    def least_bytes(self, sample: Any) -> int:
+        """Least bytes of a sample, found without encoding it."""
+
+    def for_bytes(self, granted: int, samples: int) -> Codec:
+        """This codec, or one of smaller samples if so many samples may not fit into the granted bytes otherwise."""
+
+    def encode(self, sample: Any, index: int | None = None) -> Parts:
+        """Check a sample, and take it apart: the leaves of rows as they are, or the bytes of records.
+
+        Raises:
+            SampleMismatchError: the sample does not match; the message names `index`.
+            UnsupportedSampleError: the sample cannot be kept as bytes.
+        """
+
+    def encode_all(self, samples: Sequence[Any]) -> list[Parts] | None:
+        """Encode many samples together. Returns None if each must be encoded by itself."""
+
+    def contents(self, parts: Parts) -> Sequence[memoryview]:
+        """The bytes of an encoded sample."""
+
+    def decoded(self, contents: Sequence[bytes | memoryview]) -> Any:
+        """The sample of the bytes that `contents` has given, in memory of its own."""
+
+    def is_alike(self, sample: Any) -> bool:
+        """Whether a sample is of the same kind: with the same containers, or with all required values."""
+
 
 _MOST_WORK: Any = 10_000  # of NumPy's search for a common byte
 _ALIGNMENT = 64  # bytes; rows copied from or to less aligned memory cost up to 1.6 times as much

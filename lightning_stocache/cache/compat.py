@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
-from lightning_stocache.cache.layout import READY, Rows
+from lightning_stocache.cache.layout_rows import Rows
 from lightning_stocache.cache.placement import NO_SLOT, Arc
 from lightning_stocache.cache.rows import SampleSpec
+from lightning_stocache.cache.seats import READY
 from lightning_stocache.cache.store import Store
 
 __all__ = ["SharedCache"]
@@ -145,8 +146,7 @@ class SharedCache:
 
     @property
     def _rows(self) -> Rows:
-        assert isinstance(self.store.layout, Rows)
-        return self.store.layout
+        return cast(Rows, self.store.layout)
 
     def _check_open(self) -> None:
         if self.closed:

@@ -25,7 +25,7 @@ from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 
-from lightning_stocache.cache.layout import columns
+from lightning_stocache.cache.head import columns
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.segment import Segment
 

@@ -30,7 +30,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pickle import PickleBuffer
 from types import SimpleNamespace
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -49,10 +49,9 @@ from lightning_stocache.cache.codec import (
     tensor_over,
     type_name,
 )
-from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.node.errors import text_of
 
-__all__ = ["RecordCodec", "Required", "SampleCodec", "canonical_bytes", "decoded", "is_image", "is_opened", "written"]
+__all__ = ["RecordCodec", "Required", "canonical_bytes", "is_image", "is_opened", "written"]
 
 _HEAD = struct.Struct("<II")  # bytes of the pickle, number of buffers
 _ENTRY = struct.Struct("<Q")
@@ -102,6 +101,7 @@ class RecordCodec:
     packed_bytes: int = 0
     finished_bytes: int = 0
     form: str = ""
+    is_fixed: ClassVar[bool] = False
 
     @classmethod
     def infer(cls, samples: Sequence[Any], required: Required = ()) -> RecordCodec:
@@ -204,6 +204,10 @@ class RecordCodec:
             buffers.append(buffer)
         return pickle.loads(record[start : start + pickled], buffers=buffers)
 
+    def decoded(self, contents: Sequence[bytes | memoryview]) -> Any:
+        """The sample of a record, given in its parts."""
+        return self.decode(memoryview(b"".join(contents)))
+
     def encode_all(self, samples: Sequence[Any]) -> None:
         """Return None, because each record is encoded by itself."""
 
@@ -229,20 +233,6 @@ class RecordCodec:
                     f"{title}: {named(written(path))}, {purpose}, must be a {type_name(kind)}; "
                     f"got a {type_name(type(node))}"
                 )
-
-
-SampleCodec: TypeAlias = SampleSpec | RecordCodec
-"""Turns samples into bytes, and back. Nothing outside this room looks into the bytes.
-
-`encode` checks a sample, and returns the leaves of rows as they are, or the bytes of records. `contents` returns bytes.
-"""
-
-
-def decoded(codec: SampleCodec, parts: Sequence[bytes | memoryview]) -> Any:
-    """The sample of the parts that a codec has made of it, in memory of its own."""
-    if isinstance(codec, RecordCodec):
-        return codec.decode(memoryview(b"".join(parts)))
-    return codec.split([np.frombuffer(bytearray(part), dtype=np.uint8) for part in parts], 1)[0]
 
 
 def canonical_bytes(node: Any) -> bytes | None:

@@ -61,13 +61,17 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_stocache.cache.checksums import Checksums
-from lightning_stocache.cache.codec import Lend, Memory, aligned
+from lightning_stocache.cache.codec import Codec, Lend, Memory, aligned
 from lightning_stocache.cache.gather_pool import ALONE, GatherPool
-from lightning_stocache.cache.layout import KNOWN, ONCE, ROLLING, Head, Layout, Records, Rows, is_complete, layout_of
+from lightning_stocache.cache.head import ONCE, ROLLING, Head, is_complete
+from lightning_stocache.cache.layout import Layout
+from lightning_stocache.cache.layout_records import KNOWN, Records
+from lightning_stocache.cache.layout_rows import Rows
+from lightning_stocache.cache.medium import OnDisk
 from lightning_stocache.cache.placement import Arc, Integers
-from lightning_stocache.cache.records import RecordCodec, SampleCodec
+from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.shortage import refused
-from lightning_stocache.cache.store import NO_PLACE, RETRY_SECONDS, Store
+from lightning_stocache.cache.store import NO_PLACE, RETRY_SECONDS, Store, layout_of
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.node.files import HEADER_BYTES, Backend
 from lightning_stocache.node.processes import poll
@@ -113,7 +117,7 @@ class RollingStore(Store):
     head = _HEAD
     stores_misses = False
 
-    def __init__(self, segment: Segment, codec: SampleCodec, arc: Arc, companion: Segment | None = None) -> None:
+    def __init__(self, segment: Segment, codec: Codec, arc: Arc, companion: Segment | None = None) -> None:
         super().__init__(segment, codec, arc, companion)
         layout, self.count = self.layout, arc.slots
         self._room = layout.end - layout.begin if isinstance(layout, Records) else self.count
@@ -126,6 +130,11 @@ class RollingStore(Store):
         self.renewed = self.substituted = 0  # samples that were read: newer than the epoch; in place of others
         self._chance = np.random.default_rng()
 
+    @property
+    def checksums(self) -> Checksums:
+        """The checksums of a store on a disk."""
+        return cast(OnDisk, self._medium).checksums
+
     def _numbers_of(self, name: str) -> Numbers:
         """The numbers of a column, to look at one and to write it."""
         start = self.layout.offset_in(name, 0)
@@ -135,7 +144,7 @@ class RollingStore(Store):
     @classmethod
     def empty(
         cls,
-        codec: SampleCodec,
+        codec: Codec,
         count: int = 0,
         backend: Backend | None = None,
         whose: Mapping[str, Any] | None = None,
@@ -148,9 +157,7 @@ class RollingStore(Store):
         return cast(RollingStore, cls.create(codec, Arc(count, count), backend, whose, granted=granted))
 
     @classmethod
-    def fit(
-        cls, codec: SampleCodec, count: int = 0, granted: int = 0, file_bytes: int | None = None
-    ) -> tuple[int, int]:
+    def fit(cls, codec: Codec, count: int = 0, granted: int = 0, file_bytes: int | None = None) -> tuple[int, int]:
         """The number of slots, and the bytes for records, of a store. Arguments as in `empty`.
 
         `file_bytes` limits the whole file on a disk; None: the store lies in memory.
@@ -160,11 +167,11 @@ class RollingStore(Store):
         if isinstance(codec, RecordCodec):
             granted, columns = min(granted, room), head.of_records
             return max(granted // (codec.nbytes // _SMALLER + columns.slot_bytes), 8), granted
-        room -= aligned(1) * len(codec.row_bytes) + 1  # wasted by alignment, and the byte that no write reaches
+        room -= aligned(1) * len(cast(Any, codec).row_bytes) + 1  # alignment, and the last byte
         return min(count, max(room, 0) // cls.slot_bytes(codec, on_disk=file_bytes is not None)), granted
 
     @classmethod
-    def slot_bytes(cls, codec: SampleCodec, *, on_disk: bool = False) -> int:
+    def slot_bytes(cls, codec: Codec, *, on_disk: bool = False) -> int:
         """Bytes of a sample with its columns; of records, of a sample of the expected size."""
         head = cls._head(on_disk)
         if isinstance(codec, RecordCodec):
@@ -177,7 +184,7 @@ class RollingStore(Store):
         return cls.head.plus({"sum": np.uint64, "index": np.int64, "verified": np.uint8}) if on_disk else cls.head
 
     @classmethod
-    def _in_segment(cls, segment: Segment, codec: SampleCodec, arc: Arc) -> Store:
+    def _in_segment(cls, segment: Segment, codec: Codec, arc: Arc) -> Store:
         """Open the store in a segment, and reserve its columns, on a disk, too: then there is room for its numbers."""
         segment.reserve(0, layout_of(codec).reserved_bytes(arc.slots, cls._head(segment.on_disk)))
         return cls(segment, codec, arc)
@@ -197,7 +204,7 @@ class RollingStore(Store):
         """
         columns = self.layout.columns
         states = self.generations.copy()
-        is_sound = cast(Checksums, self._checksums).is_sound
+        is_sound = self.checksums.is_sound
         slots = np.flatnonzero(is_complete(states) & (states <= _LATEST))
         newest_first = slots[np.argsort(states[slots])[::-1]].tolist()
         found = list(itertools.dropwhile(lambda slot: not is_sound(slot), newest_first))
@@ -398,8 +405,10 @@ class RollingStore(Store):
 
     def _write_sample(self, slot: int, contents: Sequence[memoryview], index: int) -> str | None:
         """Write a sample. If memory is short while the store grows, return the reason in words."""
-        layout, checksums, grows = self.layout, self._checksums, not self._words[_LAPPED]
-        if isinstance(layout, Rows) and layout.columns["time"][slot] and checksums is None:  # it had a sample before
+        layout, grows = self.layout, not self._words[_LAPPED]
+        if (
+            isinstance(layout, Rows) and layout.columns["time"][slot] and not self.segment.on_disk
+        ):  # it had a sample before
             for rows, content in zip(layout.fields, contents, strict=True):
                 rows[slot] = np.frombuffer(content, dtype=np.uint8)
             return None
@@ -408,7 +417,7 @@ class RollingStore(Store):
             if short is not None:
                 return short
         try:
-            if checksums is not None:
+            if self.segment.on_disk:
                 self._columns["index"][slot] = index
             if isinstance(layout, Rows):
                 layout.write([slot], [contents])
@@ -421,7 +430,7 @@ class RollingStore(Store):
                 with suppress(OSError):
                     self._words[_HOLES] = 1  # the next sample comes here, and no other leaves for it
                 raise
-            return refused(error, on_disk=checksums is not None)
+            return refused(error, on_disk=self.segment.on_disk)
         return None
 
     def _stop_growing(self, slot: int, short: str) -> None:
@@ -553,7 +562,10 @@ class RollingStore(Store):
     def read(self, places: Integers, lend: Lend | None = None) -> Iterable[Any]:
         """Copy whole samples from these slots, or from others. Records are copied as the caller iterates."""
         if isinstance(self.layout, Rows):
-            return super().read(places, lend)
+            sizes = self.codec.sizes(len(places))
+            memory = [np.empty(size, np.uint8) for size in sizes] if lend is None else lend(sizes)
+            self.gather(places, memory)
+            return cast(Iterable[Any], self.codec.split(memory, len(places)))
         return (self.codec.decode(self._record(place), lend) for place in places.tolist())
 
     def _record(self, place: int) -> memoryview:
@@ -561,7 +573,7 @@ class RollingStore(Store):
         records: Any = self.layout
         for _ in range(_MOST_TRIES):
             seen = self._states[place]
-            if is_complete(seen) and (self._checksums is None or self.is_sound(place)):
+            if is_complete(seen) and (not self.segment.on_disk or self.is_sound(place)):
                 fence()
                 live = records.record(place)
                 fence()
@@ -589,13 +601,12 @@ class RollingStore(Store):
     def is_sound(self, slot: int) -> bool:
         """Whether the sample of a slot can be read. A damaged sample of an earlier job is dropped."""
         generation = self._states[slot]
-        checksums = self._checksums
-        if checksums is None or generation > 2 * self._words[_BEFORE] or not is_complete(generation):
+        if not self.segment.on_disk or generation > 2 * self._words[_BEFORE] or not is_complete(generation):
             return bool(is_complete(generation))
         verified = self._columns["verified"]
         if verified[slot]:
             return True
-        is_sound = checksums.is_sound(slot)
+        is_sound = self.checksums.is_sound(slot)
         with suppress(OSError):  # a full disk: it is verified again
             if is_sound:
                 verified[slot] = 1  # right for a newer sample of the slot, too: this job has written it
@@ -644,7 +655,7 @@ class RollingStore(Store):
     def _are_sound(self, slots: Integers, generations: Integers) -> npt.NDArray[np.bool_]:
         """Which of these slots, with these generations, have a sample that can be read."""
         sound: npt.NDArray[np.bool_] = is_complete(generations)
-        if self._checksums is not None:
+        if self.segment.on_disk:
             found = sound & (generations <= 2 * self._words[_BEFORE])
             for number in np.flatnonzero(found & (self.layout.columns["verified"].take(slots) == 0)).tolist():
                 sound[number] = self.is_sound(int(slots[number]))

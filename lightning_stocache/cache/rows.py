@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -237,6 +237,7 @@ class SampleSpec:
 
     tree: _Branch | int
     fields: tuple[Field, ...]
+    is_fixed: ClassVar[bool] = True
 
     @classmethod
     def infer(cls, sample: Any) -> SampleSpec:
@@ -275,6 +276,10 @@ class SampleSpec:
     def least_bytes(self, sample: Any) -> int:
         """Least bytes of a sample; all samples are equal."""
         return self.nbytes
+
+    def for_bytes(self, granted: int, samples: int) -> SampleSpec:
+        """This spec: rows have one size."""
+        return self
 
     def sizes(self, samples: int) -> tuple[int, ...]:
         """Bytes of the memory for a batch of `samples`, per field."""
@@ -401,6 +406,10 @@ class SampleSpec:
         """Make samples over the memory of a batch, uint8 `[samples * nbytes]` per field, which they own together."""
         columns = zip(self.fields, memory, strict=True)
         return list(_assemble(self.tree, [field.decode(column, samples) for field, column in columns], samples))
+
+    def decoded(self, contents: Sequence[bytes | memoryview]) -> Any:
+        """The sample of its bytes in each field, in memory of its own."""
+        return self.split([np.frombuffer(bytearray(field), dtype=np.uint8) for field in contents], 1)[0]
 
     def unflatten(self, rows: Sequence[torch.Tensor]) -> Any:
         """Make a sample over the bytes of its leaves, which it then owns."""

@@ -1,6 +1,6 @@
 """The store of samples, the one class of this room that loaders and set-up use.
 
-A store is a segment (memory or a file on a disk), a layout (rows or records) and a policy, which is its class:
+A store is a segment, a layout (rows or records), a medium (memory or a disk) and a policy, which is its class:
 
     Store           an index has a fixed slot on the ring; the store stops when there is no room
     StreamStore     a sample takes the next slot; when the stream has ended, samples have an order (`stream`)
@@ -23,12 +23,10 @@ its sample is loaded (`divide`). A thread that finds the slot claimed loads othe
 thread waits while it has a claim, so no thread waits for ever. A process that has waited in vain (the other process was
 stopped) loads all samples by itself from then on.
 
-On a disk a slot also has a checksum (`checksums`), written before the slot is ready. It is what stays of a slot when
-all jobs have ended. What an earlier job has stored is verified before it is read, by lookups with `verify`, and is not
-stored again. A sample that is not safe yet (`disk_sync`) is compared with its checksum after each copy. If the
-sample was lost, this process forgets the slot and increases `changes`, so the caller looks its samples up again. An
-error of the disk does not end the training: the slot stays empty. A file that is cut off while it is open is not read
-any more, because the mapping would raise SIGBUS. The next job restores the full length of the file.
+On a disk (`medium`) what an earlier job has stored is verified before it is read, by lookups with `verify`, and is not
+stored again. If a copy shows that the disk has lost a sample, this process forgets the slot and increases `changes`, so
+the caller looks its samples up again. An error of the disk does not end the training: the slot stays empty. The next
+job restores the full length of a file that was cut off.
 
 Locked bytes:
 
@@ -51,29 +49,27 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain, compress
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_stocache.cache.checksums import Checksums
-from lightning_stocache.cache.codec import Lend, Memory
-from lightning_stocache.cache.disk_sync import DiskSync
+from lightning_stocache.cache.codec import Codec, Lend, Memory
 from lightning_stocache.cache.gather_pool import ALONE, GatherPool
-from lightning_stocache.cache.layout import EMPTY, ONCE, READY, Head, Layout, Records, Rows, layout_of
+from lightning_stocache.cache.head import ONCE, Head
+from lightning_stocache.cache.layout import UNREADABLE, Layout
+from lightning_stocache.cache.layout_records import Records
+from lightning_stocache.cache.layout_rows import Rows
+from lightning_stocache.cache.medium import InMemory, OnDisk
 from lightning_stocache.cache.placement import NO_SLOT, Arc, Domain, Integers
-from lightning_stocache.cache.records import RecordCodec, SampleCodec
-from lightning_stocache.cache.seats import Seats, are_stored
+from lightning_stocache.cache.seats import EMPTY, READY, Seats, are_stored
 from lightning_stocache.cache.shortage import Shortage, refused
 from lightning_stocache.node.files import HEADER_BYTES, Backend, Geometry, Manifest
 from lightning_stocache.node.segment import Segment, SegmentHandle, fence
 
-__all__ = ["NO_PLACE", "PATIENCE", "RETRY_SECONDS", "UNREADABLE", "Store", "StoreHandle", "gathers", "slots_for"]
+__all__ = ["NO_PLACE", "PATIENCE", "RETRY_SECONDS", "UNREADABLE", "Store", "StoreHandle", "layout_of"]
 
 log = logging.getLogger(__name__)
-
-UNREADABLE: Any = object()
-"""Stands for a sample that another job has stored and this job cannot decode."""
 
 NO_PLACE = NO_SLOT
 """Stands for an index without a place, or with a place that is not ready."""
@@ -90,7 +86,6 @@ _WINDOW = 1 << 16  # slots that are looked at together for those that have a sam
 _ALONE = 1 << 40  # a byte behind those of all slots
 _COPIED_BYTES = 1 << 22  # that `take_over` copies at once
 _LOST = "the disk has lost what it had taken"
-_DIRECTORY_SHARE = 28  # the columns of slots that may find no room take at most 1/28 of the granted bytes
 
 
 @dataclass(frozen=True)
@@ -124,6 +119,7 @@ class Store:
         >>> store.fill(4, 16), store.get(4), store.fill(7, 49), store.filled
         (True, 16, False, 1)
         >>> store.close()
+        >>> from lightning_stocache.cache.records import RecordCodec
         >>> store = Store.create(RecordCodec.infer(["a", "bc"]), Arc(size=10, slots=10), granted=2**20)
         >>> store.fill(4, "some text"), store.get(4), store.get(5), store.filled
         (True, 'some text', None, 1)
@@ -139,15 +135,11 @@ class Store:
     def __init__(self, segment: Segment, codec: Any, arc: Arc, companion: Segment | None = None) -> None:
         self.segment, self.codec, self.arc, self._companion = segment, codec, arc, companion
         self.layout: Layout = layout_of(codec)(segment, codec, arc.slots, self._head(segment.on_disk))
-        self._checksums: Checksums | None = None
-        self._sync: DiskSync | None = None
+        self._medium = InMemory(self.layout)
         if segment.on_disk:
-            if self.stores_misses:
-                self._sync = DiskSync(segment, self.layout.rounds_offset)
-            self._checksums = Checksums(segment, self.layout, partial(self._identity, self.layout, arc), self._sync)
-        stored_word = None if self._sync is None else self._sync.stored_word
-        self._seats = Seats(segment, self.layout.states, self.layout.lives, self.layout.changes, stored_word)
-        self._lost = set[int]()  # slots whose samples the disk has lost, as this process has found
+            self._medium = OnDisk(segment, self.layout, partial(self._identity, self.layout, arc))
+        layout = self.layout
+        self._seats = Seats(segment, layout.states, layout.lives, layout.changes, self._medium.stored_word)
         self._is_shared = self.stores_misses and segment.path is not None  # other jobs can open it
         self._waits = self._is_shared
         self._shortage = Shortage(segment)
@@ -160,7 +152,7 @@ class Store:
     @classmethod
     def create(
         cls,
-        codec: SampleCodec,
+        codec: Codec,
         arc: Arc,
         backend: Backend | None = None,
         whose: Mapping[str, Any] | None = None,
@@ -189,7 +181,7 @@ class Store:
     @classmethod
     def plan(
         cls,
-        codec: SampleCodec,
+        codec: Codec,
         arc: Arc,
         whose: Mapping[str, Any] | None = None,
         *,
@@ -201,14 +193,14 @@ class Store:
         return size, Manifest(Geometry(**arc.geometry), payload=size, on_disk=on_disk, **(whose or {}))
 
     @classmethod
-    def checksum_bytes(cls, codec: SampleCodec) -> int:
+    def checksum_bytes(cls, codec: Codec) -> int:
         """Bytes that a slot takes on a disk beyond those that it takes in memory."""
         on_disk, in_memory = (layout_of(codec).whole(cls._head(on_disk)) for on_disk in (True, False))
         return on_disk.slot_bytes - in_memory.slot_bytes
 
     @classmethod
     def open(
-        cls, segment: Segment, codec: SampleCodec, geometry: Geometry, length: int, domain: Domain | None = None
+        cls, segment: Segment, codec: Codec, geometry: Geometry, length: int, domain: Domain | None = None
     ) -> Store:
         """Open the store in a segment that this job or another job has made, for a dataset of `length` samples.
 
@@ -224,7 +216,7 @@ class Store:
         return store
 
     @classmethod
-    def mend(cls, codec: SampleCodec, segment: Segment, manifest: Manifest, domain: Domain | None = None) -> None:
+    def mend(cls, codec: Codec, segment: Segment, manifest: Manifest, domain: Domain | None = None) -> None:
         """Forget what earlier jobs knew of a segment on a disk, while no other process has it open."""
         store = cls._in_segment(segment, codec, Arc(**asdict(manifest.geometry), domain=domain))
         try:
@@ -234,8 +226,7 @@ class Store:
 
     def repair(self) -> None:
         """Forget what earlier jobs knew, while no other process has the store open."""
-        if self._sync is not None:
-            self._sync.begin_anew()
+        self._medium.begin_anew()
         self.layout.mend()
 
     @staticmethod
@@ -249,7 +240,7 @@ class Store:
         return replace(cls.head, has_entries=on_disk)
 
     @classmethod
-    def _in_segment(cls, segment: Segment, codec: SampleCodec, arc: Arc) -> Store:
+    def _in_segment(cls, segment: Segment, codec: Codec, arc: Arc) -> Store:
         """Open the store in a segment, and reserve its columns: a maker that died may not have reserved them."""
         if not segment.on_disk:
             segment.reserve(0, layout_of(codec).reserved_bytes(arc.slots, cls.head))
@@ -298,15 +289,10 @@ class Store:
 
     def place(self, index: int, *, verify: bool = False) -> int:
         """The place of an index if it can be read now, or NO_PLACE; see `lookup`."""
-        slot = self.arc.slot(index)
-        if slot == NO_SLOT:
+        slot, medium = self.arc.slot(index), self._medium
+        if slot == NO_SLOT or not medium.is_whole:
             return NO_PLACE
-        if self._checksums is not None:
-            if not self.segment.is_whole:
-                return NO_PLACE
-            if verify and self.layout.is_kept and not self._is_ready(slot):
-                self._checksums.verify([slot], self._seats)
-        if not self._is_ready(slot):
+        if not medium.is_ready(slot) and not (verify and medium.verify([slot], self._seats) and medium.is_ready(slot)):
             return NO_PLACE
         fence()
         return slot
@@ -322,67 +308,21 @@ class Store:
         slots = self.arc.slots_of(indices)
         if self.arc.slots == 0:
             return slots
-        if self._checksums is not None and not self.segment.is_whole:
+        if not self._medium.is_whole:
             return np.full_like(slots, NO_PLACE)
-        ready = self._are_ready(slots)
-        if (
-            verify
-            and self._checksums
-            and self.layout.is_kept
-            and self._checksums.verify(slots[~ready].tolist(), self._seats)
-        ):
-            ready = self._are_ready(slots)
+        ready = self._medium.are_ready(slots)
+        if verify:
+            ready = self._medium.verified(slots, ready, self._seats)
         fence()
         slots[~ready] = NO_PLACE
         return slots
-
-    def _is_ready(self, slot: int) -> bool:
-        if slot in self._lost:
-            return False
-        known = None if self._checksums is None else self._checksums.known
-        return bool(are_stored(self.layout.states[slot])) or (known is not None and bool(known[slot]))
-
-    def _are_ready(self, slots: Integers | slice) -> npt.NDArray[np.bool_]:
-        """Which slots can be read now, by all processes or by this one alone."""
-        words = self.layout.state[slots]
-        ready = np.asarray(words == READY if self._sync is None else are_stored(words))
-        if self._checksums is not None and self._checksums.known is not None:
-            ready |= self._checksums.known[slots]
-        if self._lost:
-            numbers = np.arange(len(self))[slots] if isinstance(slots, slice) else slots
-            ready &= ~np.isin(numbers, list(self._lost))
-        return ready
 
     def gather(self, places: Integers, into: Memory, pool: GatherPool = ALONE) -> None:
         """Copy ready rows (int64 `[samples]`) into the memory of a batch, uint8 `codec.sizes(samples)`.
 
         If `changes` differs afterwards, discard the batch and look its samples up again.
         """
-        unsafe = self._unsafe(places)
-        cast(Rows, self.layout).gather(places, into, pool)
-        if unsafe:
-            rows = self.codec.rows(into, len(places))
-            for number in unsafe:
-                self._check(int(places[number]), [field[number] for field in rows])
-
-    def _unsafe(self, places: Integers) -> list[int]:
-        """The numbers of those places whose samples are not safe on the disk."""
-        if self._sync is None or not len(places):
-            return []
-        words = self.layout.state.take(places)
-        safe_word = self._sync.safe_word
-        if words.min() != EMPTY and words.max() <= safe_word:  # the usual case, twice as fast as below
-            return []
-        numbers: list[int] = np.flatnonzero(~are_stored(words) | (words > safe_word)).tolist()
-        return numbers
-
-    def _check(self, slot: int, contents: Sequence[Any]) -> bool:
-        """Whether the copy of a sample that was not safe is what was stored. If not, this process forgets the slot."""
-        cast(DiskSync, self._sync).note()
-        is_whole = cast(Checksums, self._checksums).is_sum_of(slot, contents)
-        if not is_whole:
-            self._lost.add(slot)
-        return is_whole
+        self.layout.gather(places, into, pool, self._medium)
 
     def read(self, places: Integers, lend: Lend | None = None) -> Iterable[Any]:
         """Copy the samples of ready places (int64 `[samples]`) into lent or new memory.
@@ -390,19 +330,7 @@ class Store:
         Rows share their memory, and are copied as `gather` does. Records are decoded one by one as the caller
         iterates, even after `close`; a record that cannot be decoded is UNREADABLE.
         """
-        layout, codec = self.layout, self.codec
-        if isinstance(layout, Records):
-            slots = places.tolist()
-            records: list[memoryview | None] = list(map(layout.record, slots))
-            for number in self._unsafe(places):
-                copied = memoryview(bytes(layout.record(slots[number])))
-                records[number] = copied if self._check(slots[number], [copied]) else None
-            return (UNREADABLE if record is None else _decode(codec, record, lend) for record in records)
-        sizes = codec.sizes(len(places))
-        memory = [np.empty(size, dtype=np.uint8) for size in sizes] if lend is None else lend(sizes)
-        self.gather(places, memory)
-        samples: list[Any] = codec.split(memory, len(places))
-        return samples
+        return self.layout.read(places, lend, self._medium)
 
     def get(self, index: int) -> Any | None:
         """A copy of the sample of an index, or None."""
@@ -478,7 +406,7 @@ class Store:
     @property
     def changes(self) -> int:
         """The number of changes so far. The samples of a look-up are right if it is the same after their copy."""
-        return self._seats.changes + 2 * len(self._lost)
+        return self._seats.changes + 2 * self._medium.losses
 
     def invalidate(self, indices: Integers | None = None) -> bool:
         """Empty the slots of indices (int64 `[samples]`), by default all. Returns False if that was not to be had.
@@ -492,7 +420,7 @@ class Store:
         """
         if self.layout.is_kept:
             raise ValueError("the cache lies in a file with a name on a disk: its samples stay as they are")
-        if self._sync is not None and self._sync.has_failed:
+        if self._medium.has_failed:
             raise OSError(errno.EIO, _LOST)
         state = self.layout.state
         slots = np.arange(len(state)) if indices is None else self.arc.slots_of(indices)
@@ -506,7 +434,7 @@ class Store:
                 self.layout.note_left()
 
         has_changed = self._seats.change(empty)
-        if has_changed and self._sync is not None and not self._sync.make_safe(PATIENCE):
+        if has_changed and not self._medium.make_safe(PATIENCE):
             raise OSError(errno.EIO, _LOST)  # a page that is lost would have the old words again
         return has_changed
 
@@ -549,8 +477,7 @@ class Store:
         try:
             mine = seats.mine(numbers)  # `divide` has claimed them
             claimed = [] if self._rests else [*mine, *seats.take([slot for slot in numbers if slot not in mine])]
-            if self.layout.is_kept:  # what is not verified yet is not stored again
-                claimed = [slot for slot in claimed if not self.layout.sum(slot)]
+            claimed = self._medium.unstored(claimed)
             contents = [samples[numbers[slot]] for slot in claimed]
             if claimed and self._has_memory(sum(map(self.layout.size, contents))):
                 for slot, stored in zip(claimed, self._write(claimed, contents, seen), strict=False):
@@ -565,30 +492,26 @@ class Store:
         """Copy the samples of another store in memory, with the same codec. No process reads or fills meanwhile.
 
         Raises:
-            OSError: there is no memory for all rows of this store (ENOSPC).
+            OSError: there is no memory for all of them (ENOSPC).
         """
         places = np.flatnonzero(other._stored)
         indices = np.array([other.arc.index(place) for place in places.tolist()], dtype=np.int64)
         parts = max(math.ceil(other.stored_bytes(places) / _COPIED_BYTES), 1)
-        if isinstance(self.layout, Rows):
-            self.layout.reserve_all()
+        self.layout.reserve_all()
         for among, which in zip(np.array_split(places, parts), np.array_split(indices, parts), strict=True):
-            if isinstance(other.layout, Records):
-                self.put(which.tolist(), [[other.layout.record(place)] for place in among.tolist()])
-                continue
-            memory = [np.empty(size, dtype=np.uint8) for size in self.codec.sizes(len(among))]
-            other.gather(among, memory)
+            if not self._has_memory(other.stored_bytes(among)):
+                break
             slots = self.arc.slots_of(which)
-            cast(Rows, self.layout).scatter(slots, memory)
+            written = self.layout.copy_from(other.layout, among, slots)
             fence()
-            self.layout.state[slots] = READY
+            self.layout.state[slots[written]] = READY
 
     def replace(self, slot: int, contents: Sequence[memoryview], *, overwrite: bool) -> bool:
-        """Store a row as soon as no other process fills its slot. Returns False if other bytes are there and stay."""
+        """Store a sample when no other process fills its slot. Returns False if other bytes are there and stay."""
         is_stored = False
         while not self._seats.take([slot], READY if is_stored else EMPTY):
             is_stored = self.layout.states[slot] == READY
-            if is_stored and cast(Rows, self.layout).fetch(slot) == [bytes(content) for content in contents]:
+            if is_stored and b"".join(self.layout.fetch(slot) or ()) == b"".join(contents):
                 return True
             if is_stored and not overwrite:
                 return False
@@ -611,12 +534,12 @@ class Store:
 
     def make_safe(self) -> bool:
         """Wait until all stored samples are safe on the disk (`disk_sync`). Returns False if they may be lost."""
-        return self._sync is None or self._sync.make_safe(PATIENCE)
+        return self._medium.make_safe(PATIENCE)
 
     def end_epoch(self) -> None:
         """Begin to make the stored samples of a disk safe, in a thread."""
-        if self._sync is not None and not self.closed:
-            self._sync.end_epoch()
+        if not self.closed:
+            self._medium.end_epoch()
 
     def keep_free(self, nbytes: int) -> None:
         """Leave `nbytes` of the node's memory free from now on, in all processes that fill the store."""
@@ -629,9 +552,7 @@ class Store:
 
     def _has_memory(self, nbytes: int) -> bool:
         """Whether that many bytes may be filled now."""
-        is_cut_off = self.segment.on_disk and not self.segment.is_whole
-        has_failed = self._sync is not None and self._sync.has_failed
-        if is_cut_off or has_failed or self._rests:
+        if self._rests or not self._medium.can_store:
             return False
         short = self._shortage.comes_with(nbytes)
         if short is not None:
@@ -643,14 +564,13 @@ class Store:
     ) -> list[bool]:
         """Write samples into claimed slots and set them ready. Returns which found room; [] if none is stored."""
         try:
-            if self._sync is not None:
-                self._sync.note_write()
+            self._medium.note_write()
             written = self.layout.write(slots, samples)
             fence()
             ready = list(compress(slots, written))
             published = self._seats.publish(ready, seen)
-            if published and self._sync is not None:
-                self._sync.note()
+            if published:
+                self._medium.note_stored()
         except OSError as error:
             self._stop(refused(error, on_disk=self.segment.on_disk))
             return []
@@ -679,7 +599,7 @@ class Store:
 
     def _stored_in(self, first: int, last: int) -> npt.NDArray[np.bool_]:
         """Which of some slots have a sample."""
-        if self._checksums is not None and not self.segment.is_whole:
+        if not self._medium.is_whole:
             return np.zeros(len(self.layout.state[first:last]), dtype=np.bool_)
         return self.layout.stored(first, last)
 
@@ -725,11 +645,11 @@ class Store:
     @property
     def full(self) -> bool:
         """Whether every index of the dataset can be read now. The slots behind the last one found empty come first."""
-        if self.closed or len(self) < self.length or (self.segment.on_disk and not self.segment.is_whole):
+        if self.closed or len(self) < self.length or not self._medium.is_whole:
             return False
         for first in chain(range(self._hole, len(self), _STEP), range(0, len(self), _STEP)):
             window = slice(first, first + _STEP)
-            are_ready = self._are_ready(window)
+            are_ready = self._medium.are_ready(window)
             if not are_ready.all():
                 self._hole = first + int(are_ready.argmin())
                 return False
@@ -793,36 +713,10 @@ class Store:
         # The views belong to this object, even if another copy has closed the segment.
         self.layout.close()
         self._seats.close()
-        if self._sync is not None:
-            self._sync.close()
+        self._medium.close()
         self._closed = True
 
 
-def _decode(codec: Any, record: memoryview, lend: Lend | None) -> Any:
-    try:
-        return codec.decode(record, lend)
-    except Exception:  # the class may have another name by now, and its code may raise anything
-        return UNREADABLE
-
-
-def gathers(store: Any) -> bool:
-    """Whether a store has rows, which it can gather into the memory of a batch, one array per field."""
-    return not isinstance(store.codec, RecordCodec)
-
-
-def slots_for(granted: int, codec: RecordCodec, most: int, head: Head = ONCE) -> int:
-    """The number of slots of a store of records, given the bytes that it may take.
-
-    At least as many slots as records are expected to find room, and more while their columns take a small part of the
-    bytes. So a store of large records has a slot for every index, and a store for a small part of a dataset of small
-    records has not.
-
-    Args:
-        granted: the bytes that the store may take.
-        codec: tells the expected size of a record.
-        most: the largest useful number of slots.
-        head: what a slot has besides its record.
-    """
-    expected = granted // (codec.slot_bytes + head.slot_bytes - ONCE.slot_bytes)
-    column_bytes = head.of_records.slot_bytes
-    return min(max(expected, granted // _DIRECTORY_SHARE // column_bytes), most)
+def layout_of(codec: Codec) -> type[Layout]:
+    """The layout of samples of a codec."""
+    return Rows if codec.is_fixed else Records

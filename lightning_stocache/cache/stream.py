@@ -36,10 +36,11 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from lightning_stocache.cache.layout import ONCE, READY, columns, layout_of, offsets
+from lightning_stocache.cache.codec import Codec
+from lightning_stocache.cache.head import ONCE, columns, offsets
 from lightning_stocache.cache.placement import Arc, Integers
-from lightning_stocache.cache.records import RecordCodec, SampleCodec
-from lightning_stocache.cache.store import Store, slots_for
+from lightning_stocache.cache.seats import READY
+from lightning_stocache.cache.store import Store, layout_of
 from lightning_stocache.node.files import Backend
 from lightning_stocache.node.segment import Segment
 
@@ -278,13 +279,13 @@ class StreamStore(Store):
     head = ONCE.plus({"mark": np.uint64, "shard": np.int32})
     stores_misses = False
 
-    def __init__(self, segment: Segment, codec: SampleCodec, arc: Arc, companion: Segment) -> None:
+    def __init__(self, segment: Segment, codec: Codec, arc: Arc, companion: Segment) -> None:
         super().__init__(segment, codec, arc, companion)
         self.ledger = StreamLedger(companion)
         self.stream_length: int | None = None  # samples of one rank, if the stream tells its length
 
     @classmethod
-    def empty(cls, codec: SampleCodec, granted: int, ranks: int = 1, backend: Backend | None = None) -> StreamStore:
+    def empty(cls, codec: Codec, granted: int, ranks: int = 1, backend: Backend | None = None) -> StreamStore:
         """Make an empty store.
 
         Args:
@@ -293,10 +294,10 @@ class StreamStore(Store):
             ranks: ranks of the node that read the stream.
             backend: kind of segments.
         """
-        slots = granted // (codec.slot_bytes + cls.head.slot_bytes - ONCE.slot_bytes)
-        if isinstance(codec, RecordCodec):
-            slots = slots_for(granted, codec, slots * _SMALLER, cls.head)
-        segment = Segment.create(layout_of(codec).bytes_for(codec, slots, granted, cls.head), backend)
+        layout = layout_of(codec)
+        expected = granted // (codec.slot_bytes + cls.head.slot_bytes - ONCE.slot_bytes)
+        slots = layout.slots_for(granted, codec, expected * _SMALLER, cls.head)
+        segment = Segment.create(layout.bytes_for(codec, slots, granted, cls.head), backend)
         return cls(segment, codec, Arc(slots, slots), StreamLedger.create(ranks, backend).segment)
 
     # ---- storing ----

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
-from lightning_stocache.cache.store import gathers
 from lightning_stocache.growing.rolling_cache import RollingCache
 from lightning_stocache.insight.tallies import coverage, samples_of
 from lightning_stocache.loading.dataset import CachedDataset, cached_source
@@ -92,7 +91,7 @@ def _of_dataset(dataset: Cached, pool: RollingCache | None) -> dict[str, Any]:
             "name": request.name,
             "dir": request.dir,
         }
-        row["layout"] = "none" if cache is None else "rows" if gathers(cache) else "records"
+        row["layout"] = "none" if cache is None else "rows" if cache.codec.is_fixed else "records"
         row["backend"] = row["backend"] if request.dir is None else "disk"
         row["store"] = "encoded" if isinstance(opened.source, EncodedSource) else "decoded"
     if pool is not None:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from lightning_stocache.cache.checksums import checksum
-from lightning_stocache.cache.layout import contents_of
+from lightning_stocache.cache.contents import contents_of
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.console import wrapped
 from lightning_stocache.insight.inventory import count, held_lines

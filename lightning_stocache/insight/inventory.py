@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from textwrap import shorten
 
-from lightning_stocache.cache.layout import Contents, contents_of
+from lightning_stocache.cache.contents import Contents, contents_of
 from lightning_stocache.console import wrapped
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.node.files import printable

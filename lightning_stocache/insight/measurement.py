@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, Self, TypeAlias, cast
 import torch
 from torch.utils.data import Dataset, RandomSampler, Subset
 
-from lightning_stocache.cache.records import SampleCodec
+from lightning_stocache.cache.codec import Codec
 from lightning_stocache.loading.dataset import CachedDataset, cached_source, dataset_over
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.loading.serve import CachedSource
@@ -103,7 +103,7 @@ class Data:
         """The loader of one rank."""
         return LoaderSettings(self.batch_size, self.num_workers, self.settings.get("prefetch_factor"))
 
-    def safe_bytes(self, codec: SampleCodec | None) -> int:
+    def safe_bytes(self, codec: Codec | None) -> int:
         """The largest safe cache on this node, beside the batches of all its ranks."""
         return largest_grant(codec, self.reader, self.ranks)[0]
 
@@ -115,7 +115,7 @@ class Paces:
     plain: Spread  # without a cache
     stored: Spread  # every sample is loaded and stored
     hit: Spread  # every sample comes from the cache
-    codec: SampleCodec | None  # how a sample lies in the cache; None if it cannot be cached
+    codec: Codec | None  # how a sample lies in the cache; None if it cannot be cached
     reason: str | None = None  # why it cannot be cached
     safe_bytes: int = 0  # the largest safe cache on this node
     threads: int = 1  # of torch in this process

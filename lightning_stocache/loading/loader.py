@@ -31,7 +31,7 @@ from typing import Any, Literal, cast
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
-from lightning_stocache.cache.store import NO_PLACE, Store, gathers
+from lightning_stocache.cache.store import NO_PLACE, Store
 from lightning_stocache.loading.dataset import CachedDataset, cached_in, cached_source
 from lightning_stocache.loading.draws import ResumableBatches
 from lightning_stocache.loading.epoch import Batches, Epoch, PlainEpoch
@@ -318,7 +318,7 @@ class CachedLoader(DataLoader[Any]):
         cached = self._cached()
         if cached is None or cached.cache is None or self.batch_sampler is None:
             return None
-        if self.collate_fn is not default_collate or cached.transforms or not gathers(cached.cache):
+        if self.collate_fn is not default_collate or cached.transforms or not cached.cache.codec.is_fixed:
             return "worker" if self.num_workers and self.gather != "main" else None
         return "worker" if self.gather == "worker" and self.num_workers else "main"
 

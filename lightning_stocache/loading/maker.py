@@ -21,7 +21,7 @@ from lightning_stocache.cache.counters import Served, count, noted, served_in
 from lightning_stocache.cache.gather_pool import GatherPool
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.rows import SampleSpec
-from lightning_stocache.cache.store import NO_PLACE, Store, gathers
+from lightning_stocache.cache.store import NO_PLACE, Store
 from lightning_stocache.loading.arena import Slot
 from lightning_stocache.loading.batch_pool import BatchPool
 from lightning_stocache.loading.collate import BatchRows, Collator
@@ -90,7 +90,7 @@ class Maker:
         """A batch of rows, made in place; None if it is none, or if most of what is missing has no slot."""
         cache = cached.cache
         samples = len(keys)
-        if cache is None or not samples or not gathers(cache) or cached.transforms:
+        if cache is None or not samples or not cache.codec.is_fixed or cached.transforms:
             return None
         if self._collate_fn is not default_collate:
             return None

@@ -34,7 +34,7 @@ from torch.utils.data import Dataset, get_worker_info
 from lightning_stocache.cache.codec import Memory, Parts, SampleMismatchError, UnsupportedSampleError
 from lightning_stocache.cache.counters import Matter, count
 from lightning_stocache.cache.shortage import PAUSE_SECONDS, Pace
-from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, Store, gathers
+from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, Store
 from lightning_stocache.loading.batch_pool import BatchPool
 from lightning_stocache.loading.changes import Changes
 from lightning_stocache.node.group import job_ranks
@@ -258,7 +258,7 @@ class CachedSource:
         `keys` has, for some indices, the key that the source gets.
         """
         start = time.perf_counter_ns()
-        rows = gathers(cache)
+        rows = cache.codec.is_fixed
         positions = np.array(indices, dtype=np.int64)
         places = cache.lookup(positions, verify=True)
         are_ready = places != NO_PLACE
@@ -628,7 +628,7 @@ def _contents(cache: Store, fitting: dict[int, Parts], into: _Rows | None) -> Se
     codec = cache.codec
     parts = list(fitting.values())
     count = len(parts)
-    if not parts or (into is None and (count < 2 or not gathers(cache))):
+    if not parts or (into is None and (count < 2 or not cache.codec.is_fixed)):
         return [codec.contents(part) for part in parts]
     if into is None:  # a copy of many small samples at once costs less than a view of each
         memory = codec.rows([np.empty(size, dtype=np.uint8) for size in codec.sizes(count)], count)

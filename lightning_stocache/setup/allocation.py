@@ -14,7 +14,7 @@ from typing import cast
 
 from torch.utils.data import Dataset
 
-from lightning_stocache.cache.records import RecordCodec, SampleCodec
+from lightning_stocache.cache.codec import Codec
 from lightning_stocache.cache.rolling import RollingStore
 from lightning_stocache.cache.store import Store
 from lightning_stocache.node.budget import Budget, format_bytes
@@ -53,7 +53,7 @@ class Allocation:
 
 def allocate(
     requests: Sequence[CacheRequest],
-    codecs: Sequence[SampleCodec | None],
+    codecs: Sequence[Codec | None],
     budgets: Mapping[str, Budget],
     ranks: int,
     choice: BackendChoice = "auto",
@@ -97,13 +97,13 @@ def allocate(
     return allocation
 
 
-def holds_all(request: CacheRequest, codec: SampleCodec, granted: int) -> bool:
+def holds_all(request: CacheRequest, codec: Codec, granted: int) -> bool:
     """Whether a rolling cache surely has room for its whole source."""
     return request.samples < ENDLESS and granted >= request.samples * _roomy_bytes(request, codec)
 
 
 def largest_grant(
-    codec: SampleCodec | None, reader: LoaderSettings | None = None, ranks: int = 1, choice: BackendChoice = "auto"
+    codec: Codec | None, reader: LoaderSettings | None = None, ranks: int = 1, choice: BackendChoice = "auto"
 ) -> tuple[int, Backend | None]:
     """The bytes that a dataset larger than the memory would get now, and the kind of segment.
 
@@ -146,7 +146,7 @@ def _in_memory(divide: Callable[[FreeMemory], Allocation], choice: BackendChoice
     return allocation
 
 
-def _slot_sizes(request: CacheRequest, codec: SampleCodec, budget: Budget) -> tuple[int, int]:
+def _slot_sizes(request: CacheRequest, codec: Codec, budget: Budget) -> tuple[int, int]:
     """The bytes of a slot, as an upper estimate and as expected."""
     if request.writers:
         expected = RollingStore.slot_bytes(codec, on_disk=request.dir is not None)
@@ -156,13 +156,13 @@ def _slot_sizes(request: CacheRequest, codec: SampleCodec, budget: Budget) -> tu
     return codec.most_slot_bytes + checksum, codec.slot_bytes + checksum
 
 
-def _roomy_bytes(request: CacheRequest, codec: SampleCodec) -> int:
+def _roomy_bytes(request: CacheRequest, codec: Codec) -> int:
     """The bytes per sample with which a rolling cache surely has room for a whole source."""
     expected = RollingStore.slot_bytes(codec, on_disk=request.dir is not None)
-    return expected * _ROOMY if isinstance(codec, RecordCodec) else expected
+    return expected if codec.is_fixed else expected * _ROOMY
 
 
-def _of_pool(allocation: Allocation, request: CacheRequest, codec: SampleCodec, budget: Budget) -> Allocation:
+def _of_pool(allocation: Allocation, request: CacheRequest, codec: Codec, budget: Budget) -> Allocation:
     """The allocation of a rolling cache. On a disk, a budget in bytes limits the whole file.
 
     Raises:
@@ -174,7 +174,7 @@ def _of_pool(allocation: Allocation, request: CacheRequest, codec: SampleCodec, 
     if on_disk and budget.unit == "bytes":
         file_bytes = int(budget.amount - budget.amount // _TABLES_SHARE) // _PAGE * _PAGE
         fitting, granted = RollingStore.fit(codec, slots, granted, file_bytes)
-        slots = granted // each if isinstance(codec, RecordCodec) else fitting
+        slots = fitting if codec.is_fixed else granted // each
     least = 1 if holds_all(request, codec, granted) else request.writers + 2
     if slots < least:
         gives = " ".join(allocation.warnings) or f"budget={budget.written!r} gives {format_bytes(granted)}"
@@ -228,7 +228,7 @@ def _divide(
     return Allocation(tuple(slots), tuple(granted), keep_free, None, tuple(warnings))
 
 
-def _reserve(request: CacheRequest, codec: SampleCodec | None, ranks: int, own: int) -> Reserve:
+def _reserve(request: CacheRequest, codec: Codec | None, ranks: int, own: int) -> Reserve:
     """The memory that the loader of a request needs on this node."""
     loader = request.reader
     if request.as_stream and not request.writers:

@@ -20,7 +20,8 @@ from typing import Any, cast
 
 from torch.utils.data import get_worker_info
 
-from lightning_stocache.cache.records import RecordCodec, SampleCodec
+from lightning_stocache.cache.codec import Codec
+from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.node.group import job_ranks
 from lightning_stocache.node.named import manifest_of
 from lightning_stocache.setup.forms import EncodedForm, choose_codec, look_at_files, why_not_worth
@@ -97,7 +98,7 @@ class Finding:
         serves_lists: whether the source gives, for a list of indices, the stack of their samples.
     """
 
-    codec: SampleCodec | None = None
+    codec: Codec | None = None
     cut: Cut | None = None
     reason: str | None = None
     reads: int = 0
@@ -372,7 +373,7 @@ def _find_by(counters: MovedNumbers, request: CacheRequest, quick: int) -> tuple
             return Finding(reason=_NO_STACK, reads=reads), {}
         form = None
     codec = choose_codec(parts.indices, parts.samples, request.layout, parts.cut)
-    if isinstance(codec, RecordCodec):
+    if not codec.is_fixed:
         read_ns = [read.ns for read in parts.probed]
         worthless = why_not_worth(codec, parts.samples, read_ns, request.samples)
         if worthless is not None:

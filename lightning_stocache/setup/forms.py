@@ -26,9 +26,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from torch.utils.data import Dataset
 
-from lightning_stocache.cache.codec import SampleMismatchError, UnsupportedSampleError, named
+from lightning_stocache.cache.codec import Codec, SampleMismatchError, UnsupportedSampleError, named
 from lightning_stocache.cache.placement import Domain
-from lightning_stocache.cache.records import RecordCodec, Required, SampleCodec, decoded
+from lightning_stocache.cache.records import RecordCodec, Required
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.node.errors import description
 from lightning_stocache.setup.request import Layout
@@ -70,7 +70,7 @@ _Failure: TypeAlias = UnsupportedSampleError | SampleMismatchError
 
 def choose_codec(
     indices: Sequence[int], samples: Sequence[Any], layout: Layout = "auto", cut: Cut | None = None
-) -> SampleCodec:
+) -> Codec:
     """Choose the codec for a source. It may be unable to store a few of the samples, which then pass through.
 
     Args:
@@ -126,7 +126,7 @@ def _failures(
 def _check_row(spec: SampleSpec, sample: Any, index: int) -> None:
     """Refuse a sample whose fields change on the way to bytes and back; a `numpy.memmap` may become an array."""
     leaves = spec.encode(sample, index)
-    copied = spec.encode(decoded(spec, spec.contents(leaves)), index)
+    copied = spec.encode(spec.decoded(spec.contents(leaves)), index)
     for field, leaf, copy in zip(spec.fields, leaves, copied, strict=True):
         if bits(np.asarray(leaf) if isinstance(leaf, np.memmap) else leaf) != bits(copy):
             raise UnsupportedSampleError(f"sample {index}: {named(field.path)} does not come back from bytes as it was")
@@ -156,11 +156,11 @@ def _required(samples: Sequence[Any], cut: Cut | None) -> Required:
 # ---- records that are worth their memory and their time ----
 
 
-def why_not_worth(codec: RecordCodec, samples: Sequence[Any], read_ns: Sequence[int], length: int) -> str | None:
+def why_not_worth(codec: Codec, samples: Sequence[Any], read_ns: Sequence[int], length: int) -> str | None:
     """Why the samples of a source are not worth a cache; None if they are.
 
     Args:
-        codec: the codec of their records.
+        codec: of these samples.
         samples: a few samples.
         read_ns: nanoseconds that reads of the source took.
         length: number of samples that an epoch serves.
@@ -176,9 +176,9 @@ def why_not_worth(codec: RecordCodec, samples: Sequence[Any], read_ns: Sequence[
         return None
     hits = list[int]()
     for sample in samples:
-        record = memoryview(b"".join(codec.contents(codec.encode(sample))))
+        record = b"".join(codec.contents(codec.encode(sample)))
         begun = time.perf_counter_ns()
-        codec.decode(record)
+        codec.decoded([record])
         hits.append(time.perf_counter_ns() - begun)
         if sum(hits) > _TIMED_SECONDS * 1e9:
             break
@@ -287,7 +287,7 @@ def _timed(files: EncodedSource, head: Any, indices: Sequence[int]) -> EncodedFo
     return EncodedForm(codec, median(reads), median(decodes), 3 * len(indices))
 
 
-def keeps_files(granted: int, length: int, decoded: SampleCodec, encoded: EncodedForm) -> bool:
+def keeps_files(granted: int, length: int, decoded: Codec, encoded: EncodedForm) -> bool:
     """Whether later epochs are faster with samples stored as their files than with decoded samples.
 
     Args:

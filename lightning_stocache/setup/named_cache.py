@@ -16,9 +16,9 @@ import logging
 import traceback
 from collections.abc import Mapping
 
-from lightning_stocache.cache.layout import ROLLING
+from lightning_stocache.cache.codec import Codec
+from lightning_stocache.cache.head import ROLLING
 from lightning_stocache.cache.placement import Arc
-from lightning_stocache.cache.records import SampleCodec
 from lightning_stocache.cache.rolling import RollingStore
 from lightning_stocache.cache.store import Store
 from lightning_stocache.node.files import Manifest, ManifestError, printable
@@ -43,7 +43,7 @@ class CacheInUseError(RuntimeError):
     """Another job has the rolling cache of this name open."""
 
 
-def fingerprint(request: CacheRequest, codec: SampleCodec) -> dict[str, str | int]:
+def fingerprint(request: CacheRequest, codec: Codec) -> dict[str, str | int]:
     """The facts that must be equal in two jobs that share a named cache, as plain values.
 
     Example:

@@ -36,9 +36,8 @@ from typing import TypeVar
 
 from lightning_stocache.cache.checksums import checksum
 from lightning_stocache.cache.placement import Arc, Domain, Ring
-from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.rolling import RollingStore
-from lightning_stocache.cache.store import Store, slots_for
+from lightning_stocache.cache.store import Store, layout_of
 from lightning_stocache.cache.stream import StreamStore
 from lightning_stocache.node.budget import Budget, format_bytes
 from lightning_stocache.node.disk import check_directory
@@ -394,8 +393,7 @@ def _choose_form(opening: _Opening) -> None:
     found, granted, wanted = opening.found, opening.granted, opening.wanted
     codec, as_files = found.codec, found.as_files
     assert codec is not None
-    if isinstance(codec, RecordCodec):
-        codec = codec.for_bytes(granted, wanted)
+    codec = codec.for_bytes(granted, wanted)
     if found.encoded is not None:
         as_files = keeps_files(granted, wanted, codec, found.encoded)
         log.info(
@@ -442,10 +440,10 @@ def _homes(opening: _Opening, group: NodeGroup) -> int:
     stored on two nodes, so there are only as many slots as samples with expected room.
     """
     codec, expected, wanted = opening.found.codec, opening.slots, opening.wanted
-    if not isinstance(codec, RecordCodec) or not expected:
+    if codec is None or codec.is_fixed or not expected:
         return expected
     share = math.ceil(group.shares[group.node] * wanted)
-    return min(max(expected, share), max(slots_for(opening.granted, codec, wanted), expected), wanted)
+    return min(max(expected, share), max(layout_of(codec).slots_for(opening.granted, codec, wanted), expected), wanted)
 
 
 def _make(opening: _Opening, arc: Arc, group: NodeGroup, kind: Backend | None) -> Store | None:

@@ -11,7 +11,6 @@ from torch.utils.data import Dataset
 
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.placement import Ring
-from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.rolling import RollingStore
 from lightning_stocache.cache.store import Store
 from lightning_stocache.console import say
@@ -130,7 +129,7 @@ class OpenCache:
         if len(group.nodes) > 1:
             where = f" on node{group.node} (ranks {', '.join(map(str, group.nodes[group.node]))})"
             arc = "" if self.ring is None else f" in an arc that starts at {self.ring.arcs[group.node].start:,}"
-        about = "about " if isinstance(cache.codec, RecordCodec) and cache.capacity < self.request.samples else ""
+        about = "about " if not cache.codec.is_fixed and cache.capacity < self.request.samples else ""
         room = "all" if cache.capacity == self.request.samples else f"{about}{cache.capacity:,} of"
         size = format_bytes(self.budget_bytes)
         if self.request.dir is not None:

@@ -14,9 +14,9 @@ from typing import Any, Literal, cast, get_args
 
 from torch.utils.data import Dataset
 
-from lightning_stocache.cache.codec import UnsupportedSampleError
+from lightning_stocache.cache.codec import Codec, UnsupportedSampleError
 from lightning_stocache.cache.placement import Domain
-from lightning_stocache.cache.records import RecordCodec, SampleCodec
+from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.node.budget import Budget
 from lightning_stocache.node.named import check_name
@@ -151,7 +151,7 @@ class CacheRequest:
     source: Dataset[object]
     pot: str = "train"
     budget: Budget = _AUTO
-    spec: SampleCodec | Any = None
+    spec: Codec | Any = None
     freeze_random: bool = False
     reader: LoaderSettings | None = None
     name: str | None = None
@@ -216,7 +216,7 @@ class CacheRequest:
         return f"{type(self.source).__name__} ({samples} samples{f', {whose}' if whose else ''})"
 
 
-def _codec_of(sample: Any, layout: Layout) -> SampleCodec:
+def _codec_of(sample: Any, layout: Layout) -> Codec:
     """The codec of samples like this one: of rows if the layout and the sample allow it, else of records."""
     if layout != "records":
         try:

@@ -33,7 +33,6 @@ from typing import Any
 import numpy as np
 
 from lightning_stocache.cache.counters import Counters
-from lightning_stocache.cache.records import decoded
 from lightning_stocache.cache.rolling import RollingStore
 from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, Store
 from lightning_stocache.node.named import manifest_of, way_out
@@ -148,14 +147,14 @@ def _compare(
         if ours is None or place == NO_PLACE:
             continue
         seen = cache.changes
-        sample, stored = decoded(cache.codec, ours), next(iter(cache.read(np.array([place]))))
+        sample, stored = cache.codec.decoded(ours), next(iter(cache.read(np.array([place]))))
         if stored is UNREADABLE or cache.changes != seen:
             continue
         if same_sample(sample, stored):
             equal += 1
             continue
         again = reader.read([index], again=True).get(index)
-        if again is not None and same_sample(sample, decoded(cache.codec, again)):
+        if again is not None and same_sample(sample, cache.codec.decoded(again)):
             return index, equal
     return None, equal
 
@@ -175,7 +174,7 @@ def _refusal(request: CacheRequest, other: int | None, equal: int) -> str | None
 def sample_digests(reader: SourceReader, indices: Sequence[int]) -> dict[int, str]:
     """Digests of samples, by index. Samples that are random, or cannot be read or stored, are left out."""
     codec: Any = reader.found.codec
-    return {index: digest_of(decoded(codec, parts)) for index, parts in reader.read(indices).items()}
+    return {index: digest_of(codec.decoded(parts)) for index, parts in reader.read(indices).items()}
 
 
 def is_continued(opened: OpenCache, dataset: Any, moved: Collection[str] = ()) -> bool:

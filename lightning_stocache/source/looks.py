@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from lightning_stocache.cache.records import SampleCodec, decoded
+from lightning_stocache.cache.codec import Codec
 from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, Store
 from lightning_stocache.source.access import load_one
 from lightning_stocache.source.generators import Generators, are_draws_evidence
@@ -299,7 +299,7 @@ def _stored(cache: Store, index: int) -> Any:
     return sample if cache.changes == seen else UNREADABLE
 
 
-def _is_same(before: Any, now: Any, codec: SampleCodec, index: int, *, exact: bool) -> bool:
+def _is_same(before: Any, now: Any, codec: Codec, index: int, *, exact: bool) -> bool:
     """Whether a sample is the stored one. It may look another way until it has been stored, too."""
     if bits(before) == bits(now):
         return True
@@ -307,7 +307,7 @@ def _is_same(before: Any, now: Any, codec: SampleCodec, index: int, *, exact: bo
         parts = codec.contents(codec.encode(now, index))
     except Exception:  # it does not fit any more, or its class may raise anything
         return False
-    now = decoded(codec, parts)
+    now = codec.decoded(parts)
     return bits(before) == bits(now) if exact else same_sample(before, now)
 
 

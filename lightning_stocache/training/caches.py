@@ -28,8 +28,8 @@ from typing import Any, cast
 
 from torch.utils.data import Dataset, IterableDataset
 
+from lightning_stocache.cache.codec import Codec
 from lightning_stocache.cache.counters import Counts
-from lightning_stocache.cache.records import SampleCodec
 from lightning_stocache.growing.stream import CachedStream, stream_for, stream_source
 from lightning_stocache.insight.tallies import coverage
 from lightning_stocache.loading.dataset import CachedDataset, cached_source, dataset_over
@@ -75,7 +75,7 @@ class _Open:
         return _stage(request) in self.stages or domain is None or domain.covers(request.domain)
 
     @property
-    def codec(self) -> SampleCodec | None:
+    def codec(self) -> Codec | None:
         """The codec, if whole samples are cached and the dataset's attributes have not changed; else None."""
         store = self.dataset.cache
         if store is None or not isinstance(self.dataset, CachedDataset):

@@ -23,12 +23,12 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_stocache.cache.layout import ROLLING
+from lightning_stocache.cache.head import ROLLING
 from lightning_stocache.cache.placement import Arc, Ring
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.rolling import RollingStore
 from lightning_stocache.cache.rows import SampleSpec
-from lightning_stocache.cache.store import NO_PLACE, Store, gathers
+from lightning_stocache.cache.store import NO_PLACE, Store
 from lightning_stocache.node.files import HEADER_BYTES, prefix
 from lightning_stocache.node.named import open_named
 from lightning_stocache.node.segment import Segment
@@ -75,7 +75,7 @@ def codec_of(layout: str) -> Any:
 
 
 def layout_of(store: Any) -> str:
-    return "rows" if gathers(store) else "records"
+    return "rows" if store.codec.is_fixed else "records"
 
 
 def encoded(store: Any, number: int) -> list[memoryview]:
@@ -136,7 +136,7 @@ def served(store: Any) -> list[int]:
 
 def gathered(store: Any, places: Any) -> list[int]:
     """The numbers of the samples that a gather of these places gives; records are read, as nothing gathers them."""
-    if not gathers(store):
+    if not store.codec.is_fixed:
         return [number_of(read) for read in store.read(places)]
     memory = [np.empty(size, dtype=np.uint8) for size in store.codec.sizes(len(places))]
     store.gather(places, memory)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from lightning_stocache.cache import store as store_module
-from lightning_stocache.cache.layout import ENTRY
+from lightning_stocache.cache.head import ENTRY
 from lightning_stocache.cache.placement import Arc
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.cache.store import NO_PLACE, Store

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_stocache.cache.layout import EMPTY, Records
+from lightning_stocache.cache.layout_records import Records
 from lightning_stocache.cache.placement import Arc, Ring
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.rows import SampleSpec
-from lightning_stocache.cache.seats import Seats
-from lightning_stocache.cache.store import Store, slots_for
+from lightning_stocache.cache.seats import EMPTY, Seats
+from lightning_stocache.cache.store import Store
 from tests.cache.stores import (
     ALL,
     LAYOUTS,
@@ -290,14 +290,14 @@ def test_a_full_store_holds_records_and_little_else(rng: random.Random) -> None:
         return bytes(lengths[index] - 48) if lengths[index] < 5000 else np.empty(lengths[index] - 320, dtype=np.uint8)
 
     codec = RecordCodec.infer([content(index) for index in range(20)])
-    arc = Ring.cut(len(lengths), (1.0,), (slots_for(granted, codec, len(lengths)),)).arcs[0]
+    arc = Ring.cut(len(lengths), (1.0,), (Records.slots_for(granted, codec, len(lengths)),)).arcs[0]
     with closing(Store.create(codec, arc, granted=granted)) as store:
         ready = [index for index in range(len(lengths)) if store.has_place(index) and store.fill(index, content(index))]
         assert sum(lengths[index] for index in ready) >= 0.95 * granted
         assert store.memory_bytes <= granted
     small, large = RecordCodec(nbytes=100), RecordCodec(nbytes=100_000)
-    assert slots_for(MIB, large, 1000) == slots_for(MIB, small, 1000) == 1000
-    assert MIB // small.slot_bytes <= (slots := slots_for(MIB, small, 10**6)) < 10**5
+    assert Records.slots_for(MIB, large, 1000) == Records.slots_for(MIB, small, 1000) == 1000
+    assert MIB // small.slot_bytes <= (slots := Records.slots_for(MIB, small, 10**6)) < 10**5
     assert Records.bytes_for(small, slots) < MIB / 6
 
 

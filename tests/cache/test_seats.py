@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from lightning_stocache.cache import seats as seats_module
-from lightning_stocache.cache.layout import ONCE, Rows
+from lightning_stocache.cache.head import ONCE
+from lightning_stocache.cache.layout_rows import Rows
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.cache.seats import EMPTY, READY, Seats
 from lightning_stocache.node import segment as segment_module

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_stocache import CachedDataset, RollingCache, RollingWriter
-from lightning_stocache.cache.layout import contents_of
+from lightning_stocache.cache.contents import contents_of
 from lightning_stocache.node import processes
 from lightning_stocache.node.files import prefix
 from lightning_stocache.node.named import clean, named_segments

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_stocache.cache.contents import Contents, contents_of
 from lightning_stocache.cache.counters import Counters
-from lightning_stocache.cache.layout import Contents, contents_of
 from lightning_stocache.cache.placement import Arc
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.cache.store import Store

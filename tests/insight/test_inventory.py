@@ -1,6 +1,6 @@
 """The caches with a name, told to people: by job, in a line each."""
 
-from lightning_stocache.cache.layout import Contents
+from lightning_stocache.cache.contents import Contents
 from lightning_stocache.insight.inventory import describe, of_jobs
 from lightning_stocache.node.files import Geometry, Manifest
 from lightning_stocache.node.named import NamedSegment

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from lightning_stocache.cache.layout import contents_of
+from lightning_stocache.cache.contents import contents_of
 from lightning_stocache.node import locks, named
 from lightning_stocache.node.files import (
     FORMAT,
