@@ -6,11 +6,12 @@ the file. It is written after the bytes, and no write waits for the disk, so a c
 bytes, or the bytes without it.
 
 A job checks a slot when it reads the slot for the first time, by `pread`, which reports a bad block as an error. In the
-mapping a bad block would end the process. A slot is claimed while it is checked. A sound slot is then ready for all
-processes that have the file open. If the disk has no room for that word, this process alone remembers the slot. Slots
-that these processes have stored are ready, too. Ready slots are read through the mapping. Until a slot is safe
-(`disk_sync`), each copy is compared with the checksum again (`is_sum_of`). A slot that is not sound is emptied, and its
-sample is loaded again. A disk with a bad block is not read for a while.
+mapping a bad block would end the process. The sound slots of a call are then made ready in one turn, for all processes
+that have the file open, except slots that another process has claimed meanwhile. If the disk has no room for their
+words, this process alone remembers them. Slots that these processes have stored are ready, too. Ready slots are read
+through the mapping. Until a slot is safe (`disk_sync`), each copy is compared with the checksum again (`is_sum_of`). A
+slot that is not sound is claimed and emptied, and its sample is loaded again. A disk with a bad block is not read for a
+while.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Checksums:
     def verify(self, slots: Sequence[int], seats: Seats) -> bool:
         """Read what an earlier job has stored in slots that are not ready: set sound slots ready, and empty the others.
 
-        `seats` claim the slots meanwhile. Returns whether some may be ready now.
+        `seats` have the words of the slots. Returns whether some may be ready now.
         """
         unknown = [slot for slot in dict.fromkeys(slots) if slot != NO_SLOT]
         if not unknown or time.monotonic() < self._rest_until:
@@ -95,39 +96,40 @@ class Checksums:
             return True
 
     def _verify(self, unknown: Sequence[int], seats: Seats) -> bool:
-        layout, states = self._layout, self._layout.states
-        sums = {slot: self._read(slot, layout.sum, seats) for slot in unknown}
+        sums = {slot: self._read(slot, self._layout.sum, seats) for slot in unknown}
         stored = [slot for slot, number in sums.items() if number]
         if not stored:
             return False
-        word = None if self._sync is None else self._sync.verified_word()
-        mine = [slot for slot in stored if seats.is_mine(slot)]
-        others = [slot for slot in stored if slot not in mine]
-        claimed = set(mine)
-        try:
-            if self.known is None:
-                with suppress(OSError):  # no room for claims
-                    claimed.update(seats.take(others))
-            for slot in stored:
-                if slot not in claimed and states[slot] != EMPTY:  # another process is reading it
-                    continue
-                if self._read(slot, self._sum_now, seats) == sums[slot]:
-                    self._set_ready(slot, word if slot in claimed else None)
-                elif slot in claimed:
-                    layout.forget(slot)
-        finally:
-            seats.release(others)
+        sound = []
+        for slot in stored:
+            if self._read(slot, self._sum_now, seats) == sums[slot]:
+                sound.append(slot)
+            else:
+                self._empty(slot, sums[slot], seats)
+        self._set_ready(sound, seats)
         return True
 
-    def _set_ready(self, slot: int, word: int | None) -> None:
-        """Let a slot be read, by other processes, too, if it has a word for them and the disk has room for it."""
+    def _set_ready(self, sound: Sequence[int], seats: Seats) -> None:
+        """Let slots be read, by other processes, too, if there is a turn, and the disk has room for their words."""
         with suppress(OSError):
-            if word is not None:
-                self._layout.states[slot] = word
+            if self._sync is not None and seats.publish_found(sound, self._sync.verified_word) is not None:
                 return
         if self.known is None:
             self.known = np.zeros(self._layout.count, dtype=np.bool_)
-        self.known[slot] = True
+        self.known[[slot for slot in sound if self._layout.states[slot] == EMPTY]] = True
+
+    def _empty(self, slot: int, number: int, seats: Seats) -> None:
+        """Empty a slot with this checksum, unless another process has claimed it."""
+        if seats.is_mine(slot):
+            self._layout.forget(slot)
+            return
+        with suppress(OSError):  # the disk has no room for a claim
+            if seats.take([slot]):
+                try:
+                    if self._layout.sum(slot) == number:
+                        self._layout.forget(slot)
+                finally:
+                    seats.release([slot])
 
     def _read(self, slot: int, read: Callable[[int], int], seats: Seats) -> int:
         """What `read` gives for a slot. A slot that it cannot read is emptied."""

@@ -119,16 +119,8 @@ class DiskSync:
             self._rounds[_STORED] = number
         return int(number << _KIND_BITS | READY)
 
-    def verified_word(self) -> int | None:
-        """The word of slots with checksums that this process has seen, and verifies.
-
-        Returns None if the turn was not to be had, or the disk has no room for a number.
-        """
-        with suppress(OSError):
-            return self._segment.in_turn(self._verified_word)
-        return None
-
-    def _verified_word(self) -> int:
+    def verified_word(self) -> int:
+        """The word of slots that this process has verified. Call it in a turn."""
         if self._process.has_written or self._rounds[_WRITTEN]:  # the disk may have lost the number
             return self.stored_word()
         if not self._rounds[_STORED]:

@@ -17,7 +17,7 @@ from lightning_stocache.cache.checksums import Checksums
 from lightning_stocache.cache.disk_sync import DiskSync
 from lightning_stocache.cache.layout import Layout
 from lightning_stocache.cache.placement import Integers
-from lightning_stocache.cache.seats import EMPTY, READY, Seats, are_stored
+from lightning_stocache.cache.seats import READY, Seats, are_stored
 from lightning_stocache.node.segment import Segment
 
 __all__ = ["InMemory", "OnDisk"]
@@ -176,7 +176,7 @@ class OnDisk(InMemory):
             return []
         words = self._layout.state.take(slots)
         safe_word = self.sync.safe_word
-        if words.min() != EMPTY and words.max() <= safe_word:  # the usual case, twice as fast as below
+        if np.maximum.reduce(words - np.uint32(1)) < safe_word:  # empty words are the largest: the usual case, fast
             return []
         numbers: list[int] = np.flatnonzero(~are_stored(words) | (words > safe_word)).tolist()
         return numbers

@@ -176,6 +176,28 @@ class Seats:
 
         return self._segment.in_turn(set_stored) or []
 
+    def publish_found(self, slots: Sequence[int], word: Callable[[], int]) -> list[int] | None:
+        """Set slots stored that have a sample of an earlier job, unless another process has claimed them.
+
+        Args:
+            slots: their samples were verified.
+            word: of these slots, asked in the turn.
+
+        Returns:
+            The slots that are stored now; None if the turn was not to be had.
+        """
+        found = {slot: self._words[slot] for slot in slots}
+        free = [slot for slot, now in found.items() if now == EMPTY or self._is_void(now) or self.is_mine(slot)]
+
+        def set_stored() -> list[int]:
+            unchanged = [slot for slot in free if self._words[slot] == found[slot]]
+            number = word()
+            for slot in unchanged:
+                self._words[slot] = number
+            return unchanged
+
+        return self._segment.in_turn(set_stored)
+
     def change(self, work: Callable[[], None]) -> bool:
         """Change what is stored, by `work`, in one turn. Returns False if the turn was not to be had."""
 

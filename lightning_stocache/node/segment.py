@@ -308,7 +308,8 @@ class Segment:
 
     def put(self, offset: int, content: bytes) -> None:
         """Write a single number through the file. Raises OSError without room."""
-        self._check_open()
+        if self.closed:
+            raise ValueError("the segment is closed")
         os.pwrite(self.descriptor, content, HEADER_BYTES + offset)
 
     def discard(self, offset: int = 0, end: int | None = None) -> None:

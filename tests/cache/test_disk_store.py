@@ -9,6 +9,7 @@ import random
 import shutil
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -18,9 +19,11 @@ import numpy as np
 import pytest
 
 from lightning_stocache.cache import store as store_module
+from lightning_stocache.cache.checksums import Checksums
 from lightning_stocache.cache.head import ENTRY
 from lightning_stocache.cache.placement import Arc
 from lightning_stocache.cache.rows import SampleSpec
+from lightning_stocache.cache.seats import Seats
 from lightning_stocache.cache.store import NO_PLACE, Store
 from lightning_stocache.node import segment as segment_module
 from lightning_stocache.node.disk import DiskError, check_directory
@@ -74,6 +77,27 @@ def test_nothing_is_read_before_it_was_found_sound(disk: Disk) -> None:
     assert served(copy) == [5]
     copy.close()
     assert disk.served() == [5]
+
+
+def test_a_slot_that_was_claimed_while_it_was_verified_stays_claimed(disk: Disk, monkeypatch: Any) -> None:
+    """Another thread has claimed it, and may write. It is verified again when it is free."""
+    disk.fill()
+    sum_now = Checksums._sum_now
+    with closing(disk.open()) as store, ThreadPoolExecutor(1) as other:
+        slot = store.arc.slot(7)
+        seats = Seats(store.segment, store.layout.states, store.layout.lives, store.layout.changes)
+
+        def claim(checksums: Checksums, verified: int) -> int:
+            if verified == slot:
+                other.submit(seats.take, [slot]).result()
+            return sum_now(checksums, verified)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Checksums, "_sum_now", claim)
+            assert served(store) == [index for index in ALL if index != 7]
+        assert other.submit(seats.is_mine, slot).result()
+        other.submit(seats.release, [slot]).result()
+        assert served(store) == ALL
 
 
 def rights(path: Path) -> set[str]:
