@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 
 from lightning_stocache.cache import store as store_module
-from lightning_stocache.cache.checksums import Checksums
 from lightning_stocache.cache.head import ENTRY
 from lightning_stocache.cache.placement import Arc
 from lightning_stocache.cache.rows import SampleSpec
@@ -82,19 +81,19 @@ def test_nothing_is_read_before_it_was_found_sound(disk: Disk) -> None:
 def test_a_slot_that_was_claimed_while_it_was_verified_stays_claimed(disk: Disk, monkeypatch: Any) -> None:
     """Another thread has claimed it, and may write. It is verified again when it is free."""
     disk.fill()
-    sum_now = Checksums._sum_now
+    in_turn, claimed = Segment.in_turn, list[int]()
     with closing(disk.open()) as store, ThreadPoolExecutor(1) as other:
         slot = store.arc.slot(7)
         seats = Seats(store.segment, store.layout.states, store.layout.lives, store.layout.changes)
 
-        def claim(checksums: Checksums, verified: int) -> int:
-            if verified == slot:
-                other.submit(seats.take, [slot]).result()
-            return sum_now(checksums, verified)
+        def claim(segment: Segment, work: Any, *args: object) -> Any:
+            if not claimed:
+                claimed.append(slot)
+                assert other.submit(seats.take, [slot]).result() == [slot]
+            return in_turn(segment, work, *args)
 
-        with monkeypatch.context() as patch:
-            patch.setattr(Checksums, "_sum_now", claim)
-            assert served(store) == [index for index in ALL if index != 7]
+        monkeypatch.setattr(Segment, "in_turn", claim)
+        assert served(store) == [index for index in ALL if index != 7]
         assert other.submit(seats.is_mine, slot).result()
         other.submit(seats.release, [slot]).result()
         assert served(store) == ALL
