@@ -89,7 +89,8 @@ _STEP = 1 << 12  # slots that are looked at together for an empty one
 _WINDOW = 1 << 16  # slots that are looked at together for those that have a sample
 _ALONE = 1 << 40  # a byte behind those of all slots
 _COPIED_BYTES = 1 << 22  # that `take_over` copies at once
-_LOST = "the disk has lost what it had taken"
+_LOST = "it has lost what it had taken (does a thin volume or a sparse image have less room than it promises?)"
+_SLOW = "a sync of it has not ended within {:.0f} s, or has ended with its process: it may still have the old samples"
 _DIRECTORY_SHARE = 28  # the columns of slots that may find no room take at most 1/28 of the granted bytes
 
 
@@ -349,7 +350,7 @@ class Store:
         if self._checksums is not None and self._checksums.known is not None:
             ready |= self._checksums.known[slots]
         if self._lost:
-            numbers = np.arange(len(self))[slots] if isinstance(slots, slice) else slots
+            numbers = np.arange(*slots.indices(len(self))) if isinstance(slots, slice) else slots
             ready &= ~np.isin(numbers, list(self._lost))
         return ready
 
@@ -488,7 +489,9 @@ class Store:
 
         Raises:
             ValueError: the store lies in a file with a name on a disk, and outlives its job.
-            OSError: the disk has no room for a number, or has lost what it had taken.
+            OSError: the disk has no room for a number; it has lost what it had taken; or another process has not ended
+                its sync in time: the slots are empty then, but a page that the disk loses would have the old words
+                again. A disk that hangs is waited for without end.
         """
         if self.layout.is_kept:
             raise ValueError("the cache lies in a file with a name on a disk: its samples stay as they are")
@@ -507,7 +510,7 @@ class Store:
 
         has_changed = self._seats.change(empty)
         if has_changed and self._sync is not None and not self._sync.make_safe(PATIENCE):
-            raise OSError(errno.EIO, _LOST)  # a page that is lost would have the old words again
+            raise OSError(errno.EIO, _LOST if self._sync.has_failed else _SLOW.format(PATIENCE))
         return has_changed
 
     # ---- storing ----
@@ -785,6 +788,8 @@ class Store:
 
     def close(self) -> None:
         """Close the store in this process. The memory is free when all processes have closed the store."""
+        if self._sync is not None:
+            self._sync.join()
         self.drop_views()
         self.segment.close()
 
