@@ -19,10 +19,15 @@ once to each process that has the file open, but not to a process that opens it 
 during its `fdatasync` may hide an error. After such a death, a process syncs only if it had opened the file before. The
 page cache may still show lost pages whole. So the first process that opens the file alone after an error, or after such
 a death, drops the page cache of the file.
+
+A process that closes the store, or ends, waits half a minute at most for its own sync: a sync that ends with its
+process looks like such a death. Workers of a DataLoader do not wait when they end, because the process of the loader
+syncs at the end of the epoch.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import struct
@@ -30,6 +35,8 @@ import threading
 import time
 import weakref
 from contextlib import suppress
+
+from torch.utils.data import get_worker_info
 
 from lightning_stocache.cache.seats import READY
 from lightning_stocache.node.processes import THREAD_PREFIX
@@ -41,6 +48,9 @@ log = logging.getLogger(__name__)
 
 SYNC_SECONDS = 60.0
 """Seconds between two syncs in the middle of an epoch."""
+
+LAST_SECONDS = 30.0
+"""Seconds that a process waits at most for its sync when it closes a store or ends."""
 
 ROUNDS = struct.Struct("=6q")
 """Syncs that have begun, of which the n-th ends round n; the last safe round; the last round in which a sample was
@@ -58,10 +68,17 @@ class _Process:
 
     def __init__(self) -> None:
         self.alone = threading.Lock()  # one thread syncs at a time: the kernel reports an error once to a process
+        self.threads = weakref.WeakSet[threading.Thread]()  # that sync
         self.next = 0.0  # time of the monotonic clock at which the next sync is due
         self.joined: int | None = None  # number of syncs that had begun when this process opened the file
         self.has_failed = False
         self.has_written = False
+
+    def join(self, end: float) -> None:
+        """Wait for the threads that sync, up to a time of the monotonic clock. What is left is not waited for again."""
+        threads, self.threads = list(self.threads), weakref.WeakSet()
+        for thread in threads:
+            thread.join(max(end - time.monotonic(), 0.0))
 
 
 _processes: weakref.WeakKeyDictionary[Segment, _Process] = weakref.WeakKeyDictionary()
@@ -74,6 +91,13 @@ def _begin_anew() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_begin_anew)
+
+
+@atexit.register
+def _join_all() -> None:
+    end = time.monotonic() + LAST_SECONDS
+    for process in list(_processes.values()) if get_worker_info() is None else ():
+        process.join(end)
 
 
 class DiskSync:
@@ -140,6 +164,8 @@ class DiskSync:
     def make_safe(self, seconds: float = 0.0) -> bool:
         """Make all stored samples safe. Returns False if that failed, or if another process does not end its sync.
 
+        A disk that hangs is waited for without end: nothing ends an `fdatasync`.
+
         Args:
             seconds: how long to wait for another process.
         """
@@ -166,6 +192,10 @@ class DiskSync:
             self._segment.drop_page_cache()
         self._process.joined = 0
 
+    def join(self) -> None:
+        """Wait for the syncs that this process has begun in threads, `LAST_SECONDS` at most."""
+        self._process.join(time.monotonic() + LAST_SECONDS)
+
     def close(self) -> None:
         """Drop the view."""
         self._rounds = memoryview(bytearray(ROUNDS.size)).cast("q")
@@ -184,6 +214,7 @@ class DiskSync:
         thread = threading.Thread(target=self._run, args=(seconds,), name=f"{THREAD_PREFIX}sync", daemon=True)
         with suppress(RuntimeError):  # the system has no thread left, or the interpreter ends
             thread.start()
+            process.threads.add(thread)
 
     def _run(self, seconds: float) -> None:
         with suppress(ValueError, OSError):  # the segment has been closed meanwhile; the disk has no room for a number

@@ -23,6 +23,7 @@ KNOWN = 32
 _DIRECTORY_SHARE = 28  # the columns of slots that may find no room take at most 1/28 of the granted bytes
 _SMALL = 8  # alignment of records with one part
 _GAP = memoryview(bytes(64))  # lies between two records
+_STEP = 1 << 20  # slots whose entries are read together
 
 
 class Records(Layout):
@@ -217,22 +218,37 @@ class Records(Layout):
 
     def _find_free(self) -> None:
         """Let the free part begin behind the last sound record. Empties slots with a record outside of the run."""
-        if self.next_stored(0) >= self.count:
-            self.numbers[FREE] = self.begin
-            return
-        entries = self._entries(0, self.count)
-        begin, nbytes = entries["begin"], entries["nbytes"]
-        inside = (begin >= self.begin) & (begin < self.end) & (nbytes > 0) & (nbytes <= self.end - begin)
-        stored = entries["sum"] != 0
-        for slot in np.flatnonzero(stored & ~inside).tolist():
-            self.forget(slot)
-        slots, free = np.flatnonzero(stored & inside), self.begin
-        for slot in slots[np.argsort(begin[slots])[::-1]].tolist():
-            if cast(Callable[[int], bool], self.is_sound)(slot):
-                free = int(begin[slot] + nbytes[slot])
-                break
-            self.forget(slot)
+        free, below = self.begin, self.end
+        while free == self.begin and len(last := self._last_records(below)):
+            for begin, slot, end in last.tolist():
+                below = begin
+                if cast(Callable[[int], bool], self.is_sound)(slot):
+                    free = end
+                    break
+                self.forget(slot)
         self.numbers[FREE] = free
+
+    def _last_records(self, below: int) -> Integers:
+        """The last records that begin before an offset: begin, slot and end, int64 `[records, 3]`, the last one first.
+
+        A table of all records would take 24 GB for 10^9 of them.
+        """
+        found = np.empty((0, 3), dtype=np.int64)
+        first = 0
+        while (first := self.next_stored(first)) < self.count:
+            last = min(first + _STEP, self.count)
+            entries = self._entries(first, last)
+            begin, nbytes = entries["begin"], entries["nbytes"]
+            inside = (begin >= self.begin) & (begin < self.end) & (nbytes > 0) & (nbytes <= self.end - begin)
+            stored = entries["sum"] != 0
+            for number in np.flatnonzero(stored & ~inside).tolist():
+                self.forget(first + number)
+            numbers = np.flatnonzero(stored & inside & (begin < below))
+            rows = np.stack([begin[numbers], first + numbers, begin[numbers] + nbytes[numbers]], axis=1)
+            found = np.concatenate([found, rows])
+            found = found[found[:, 0].argsort()[::-1][:_STEP]]
+            first = last
+        return found
 
     def close(self) -> None:
         """Drop all views."""

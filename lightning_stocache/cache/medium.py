@@ -158,7 +158,7 @@ class OnDisk(InMemory):
         if self.checksums.known is not None:
             ready |= self.checksums.known[slots]
         if self._lost:
-            numbers = np.arange(self._layout.count)[slots] if isinstance(slots, slice) else slots
+            numbers = np.arange(*slots.indices(self._layout.count)) if isinstance(slots, slice) else slots
             ready &= ~np.isin(numbers, list(self._lost))
         return ready
 
@@ -223,5 +223,6 @@ class OnDisk(InMemory):
         self.sync.begin_anew()
 
     def close(self) -> None:
-        """Drop all views."""
+        """Wait for a sync of this process, see `DiskSync.join`, and drop all views."""
+        self.sync.join()
         self.sync.close()

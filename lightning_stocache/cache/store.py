@@ -85,7 +85,8 @@ _STEP = 1 << 12  # slots that are looked at together for an empty one
 _WINDOW = 1 << 16  # slots that are looked at together for those that have a sample
 _ALONE = 1 << 40  # a byte behind those of all slots
 _COPIED_BYTES = 1 << 22  # that `take_over` copies at once
-_LOST = "the disk has lost what it had taken"
+_LOST = "it has lost what it had taken (does a thin volume or a sparse image have less room than it promises?)"
+_SLOW = "a sync of it has not ended within {:.0f} s, or has ended with its process: it may still have the old samples"
 
 
 @dataclass(frozen=True)
@@ -416,7 +417,9 @@ class Store:
 
         Raises:
             ValueError: the store lies in a file with a name on a disk, and outlives its job.
-            OSError: the disk has no room for a number, or has lost what it had taken.
+            OSError: the disk has no room for a number; it has lost what it had taken; or another process has not ended
+                its sync in time: the slots are empty then, but a page that the disk loses would have the old words
+                again. A disk that hangs is waited for without end.
         """
         if self.layout.is_kept:
             raise ValueError("the cache lies in a file with a name on a disk: its samples stay as they are")
@@ -435,7 +438,7 @@ class Store:
 
         has_changed = self._seats.change(empty)
         if has_changed and not self._medium.make_safe(PATIENCE):
-            raise OSError(errno.EIO, _LOST)  # a page that is lost would have the old words again
+            raise OSError(errno.EIO, _LOST if self._medium.has_failed else _SLOW.format(PATIENCE))
         return has_changed
 
     # ---- storing ----
@@ -711,9 +714,9 @@ class Store:
     def drop_views(self) -> None:
         """Stop using the segment, which stays open."""
         # The views belong to this object, even if another copy has closed the segment.
+        self._medium.close()
         self.layout.close()
         self._seats.close()
-        self._medium.close()
         self._closed = True
 
 

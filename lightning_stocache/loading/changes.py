@@ -52,7 +52,7 @@ __all__ = ["Changes"]
 
 log = logging.getLogger(__name__)
 
-_Cause: TypeAlias = looks.Cause | Literal["in place", "strayed"]
+_Cause: TypeAlias = looks.Cause | Literal["in place", "strayed", "unnoted"]
 
 _T = TypeVar("_T")
 
@@ -238,8 +238,8 @@ class Changes:
             return
         try:
             has_changed = cache.invalidate(numbers)
-        except OSError:  # a full disk has no room for it
-            self.give_up("changed", "what its user says, which its disk cannot note,")
+        except OSError as error:
+            self.give_up("unnoted", error.strerror or str(error))
             self.refresh()
             return
         if not has_changed:
@@ -554,6 +554,10 @@ _WARNINGS = {
     "uncut": (
         "it cannot be cut at its random steps, as it seemed: {}. All samples are loaded uncached.\nGive its "
         "deterministic part to CachedDataset, and the random rest as transform=, which runs after the cache"
+    ),
+    "unnoted": (
+        "its samples have changed, and the disk of the cache cannot note which: {}. From now on all samples are loaded "
+        "uncached.\nA cache in memory notes them: leave dir= away"
     ),
     "strayed": (
         "its transform is called by another thread than the one that reads the sample, so that it cannot be cut. All "

@@ -303,7 +303,8 @@ class CachedDataset(Cached):
         sample from before out of the cache, in any process of the node. Workers have a copy of the dataset that is as
         old as they are, as in a DataLoader: what they load from then on is not stored, and batches that they have made
         already come as they are. On several ranks call it on each, after that rank's dataset has changed, and go on
-        when all have done so (a barrier): what a rank loads before its call may be from before.
+        when all have done so (a barrier): what a rank loads before its call may be from before. With `dir=` it waits
+        for the disk, without end for one that hangs.
 
         Args:
             indices: which samples, as whole numbers; those below zero count from the end. By default all.

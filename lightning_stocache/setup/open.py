@@ -296,7 +296,7 @@ def _compare_samples(openings: Sequence[_Opening], group: NodeGroup) -> None:
         request = opening.request
         if not opening.is_doubtful or request.freeze_random:
             return {}
-        among = range(request.length) if request.domain is None else request.domain.indices
+        among = range(request.length) if request.domain is None else request.domain.among
         # Evenly spread indices may all be even, where odd ones differ.
         drawn = random.Random(0).sample(range(len(among)), min(MANY, len(among)))
         indices = {int(among[number]) for number in drawn} | {index for index in named if index in among}

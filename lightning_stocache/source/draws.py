@@ -3,7 +3,8 @@
 Of all draws, filler k of n has those numbered k, k + n, k + 2n and so on. A filler that is started anew leaves out what
 the last one has drawn. The draws are:
 
-- of a map-style source, permutation after permutation of its indices;
+- of a map-style source, permutation after permutation of its indices; of a very long one each index is computed when
+  it is drawn, because a table would take 8 bytes per sample in each filler;
 - of a stream of indices, the next index, until it ends;
 - of a stream of samples, its next sample, again and again from the beginning. A stream cannot jump: samples that are
   left out are read, and dropped. An IterableDataset finds its filler in `get_worker_info`, as in a DataLoader's worker,
@@ -12,6 +13,7 @@ the last one has drawn. The draws are:
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -23,7 +25,11 @@ from torch.utils.data import IterableDataset
 
 from lightning_stocache.source.access import iterate
 
-__all__ = ["Draw", "Draws", "EndOfStreamError", "is_iterable_style"]
+__all__ = ["Draw", "Draws", "EndOfStreamError", "is_iterable_style", "shuffled"]
+
+
+_LONGEST_TABLE = 1 << 24  # samples; two tables of 128 MiB in each filler
+_ROUNDS = 4  # of the Feistel network
 
 
 class EndOfStreamError(Exception):
@@ -84,7 +90,11 @@ class Draws:
     def _index(self, position: int) -> int:
         """The index at a position of all passes over a map-style source."""
         number, position = divmod(position, len(self.source))
-        return int(_order(len(self.source), self.seed, number)[position]) if self.shuffle else position
+        if not self.shuffle:
+            return position
+        if len(self.source) > _LONGEST_TABLE:
+            return shuffled(position, len(self.source), self.seed + number)
+        return int(_order(len(self.source), self.seed, number)[position])
 
     def _of_stream(self, filler: int, fillers: int, done: int) -> Iterator[Draw]:
         for _ in count() if self.passes is None else range(self.passes):
@@ -126,6 +136,28 @@ class _Pass:
 def is_iterable_style(source: Any) -> bool:
     """Whether samples come one after the other, without an index."""
     return isinstance(source, IterableDataset) or not (hasattr(source, "__getitem__") and hasattr(source, "__len__"))
+
+
+def shuffled(position: int, length: int, seed: int) -> int:
+    """The number at a position of a permutation of the numbers below `length` that follows from the seed.
+
+    A Feistel network permutes the numbers of an even number of bits. A result outside is permuted again (Black and
+    Rogaway, Ciphers with Arbitrary Finite Domains, 2002).
+
+    Example:
+        >>> sorted(shuffled(position, 10, seed=3) for position in range(10)) == list(range(10))
+        True
+    """
+    bits = (length.bit_length() + 1) // 2
+    mask = (1 << bits) - 1
+    while True:
+        left, right = position >> bits, position & mask
+        for turn in range(_ROUNDS):
+            digest = hashlib.blake2b(b"%d %d %d" % (seed, turn, right), digest_size=8).digest()
+            left, right = right, left ^ int.from_bytes(digest, "little") & mask
+        position = left << bits | right
+        if position < length:
+            return position
 
 
 @lru_cache(maxsize=2)

@@ -212,7 +212,7 @@ class Generators:
         if not are_draws_evidence():
             return
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would queue the seed for a CUDA that starts later
-        np.random.seed(seed)
+        np.random.seed(seed % 2**32)  # the seed of an index above 2**31 is larger
         random.seed(seed)
         for generator in self._cuda:
             generator.manual_seed(seed)

@@ -50,7 +50,7 @@ __all__ = ["PackError", "pack"]
 
 BATCH_BYTES = 64 << 20  # a commit of 16 MiB has a third of the speed
 BATCH_SECONDS = 2.0
-_MAP_BYTES = 4 << 40  # addresses, not memory: LMDB's file is as long as what was committed
+MAP_BYTES = 4 << 40  # of addresses, not of memory: the file is as long as what was committed
 _WATCHED = SOME  # reads of each process that are watched for draws
 
 
@@ -87,8 +87,8 @@ def pack(
         The number of samples that this call has written; 0 if all were there.
 
     Raises:
-        LMDBError: the path holds something else or a pack of another source, another process packs into it, or it
-            cannot be written.
+        LMDBError: the path holds something else or a pack of another source, another process packs into it, it cannot
+            be written, or it would be larger than 4 TiB.
         PackError: a sample cannot be packed, or its source draws random numbers.
         TypeError, ValueError: the source is no map-style dataset, or empty; (`encoded`) its files are not known.
 
@@ -273,7 +273,7 @@ class _Writer:
             self._committed.result()
         if self._environment is None:  # late: a process that has a whole pack open may call `pack` again
             self._environment = self._lmdb.open(
-                str(self.path), subdir=False, lock=False, readahead=False, map_size=_MAP_BYTES
+                str(self.path), subdir=False, lock=False, readahead=False, map_size=MAP_BYTES
             )
         manifest = json.dumps(self.manifest | {"complete": complete}).encode()
         self._committed = self._thread.submit(self._commit, [*self._items, (MANIFEST_KEY, manifest)])
@@ -288,6 +288,11 @@ class _Writer:
                     transaction.put(key, content, append=key != MANIFEST_KEY)
             if os.path.getsize(self.path) < (size := bytes_needed(self._environment)):
                 os.truncate(self.path, size)  # LMDB does not write free pages at the end
+        except self._lmdb.MapFullError as error:
+            raise LMDBError(
+                f"{self.path} would be larger than {MAP_BYTES:,} bytes, the most that `pack` writes into a file. Pack "
+                "parts of the source (torch.utils.data.Subset) into a file each, and join them with ConcatDataset"
+            ) from error
         except self._lmdb.Error as error:
             free = shutil.disk_usage(self.path.parent).free
             raise LMDBError(

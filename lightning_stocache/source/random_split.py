@@ -207,7 +207,7 @@ def _why_not_worth(reads: Sequence[Read], samples: int, passes: float) -> str | 
 
 def _others(length: int, domain: Domain | None) -> list[int]:
     """Indices for further proofs, in no regular order; some come twice if there are only a few."""
-    among = range(length) if domain is None else domain.indices
+    among = range(length) if domain is None else domain.among
     count = MANY - FEW
     dice = random.Random(0)  # not a process-wide generator
     chosen = dice.sample(range(len(among)), min(count, len(among)))

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from lightning_stocache.cache import store as store_module
-from lightning_stocache.cache.head import ENTRY
+from lightning_stocache.cache.head import ENTRY, ON_DISK
 from lightning_stocache.cache.placement import Arc
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.cache.seats import Seats
@@ -31,11 +31,13 @@ from lightning_stocache.node.named import open_named
 from lightning_stocache.node.segment import Segment
 from tests.cache.stores import (
     ALL,
+    GRANTED,
     LAYOUTS,
     LENGTH,
     PAGE,
     Disk,
     break_one_block,
+    codec_of,
     encoded,
     filled,
     flip,
@@ -424,3 +426,29 @@ def test_what_another_process_loads_is_waited_for_but_not_for_ever(
     with closing(disk.open()) as store:
         assert store.divide([3, 4]) == ([3, 4], [])
         store.release([3, 4])
+
+
+def test_the_end_of_the_records_is_found_among_millions_of_slots(tmp_path: Path) -> None:
+    """Behind the last sound record, in whatever part of the slots it is: no record is overwritten."""
+    count = 3 << 20
+    arc, codec = Arc(count, count), codec_of("records")
+    size, manifest = Store.plan(codec, arc, granted=count * ON_DISK.slot_bytes + GRANTED, on_disk=True)
+
+    def opened() -> Any:
+        segment, found = open_named("many", size, manifest, str(tmp_path), partial(Store.mend, codec))
+        return Store.open(segment, codec, found.geometry, count)
+
+    indices = [5, 2 << 20, 1 << 20, 6]
+    with closing(opened()) as store:
+        ends = []
+        for index in indices:
+            assert store.fill(index, sample("records", index))
+            ends.append(store.layout.free)
+    with closing(opened()) as store:
+        assert store.layout.free == ends[3]
+        store.segment.store(ends[3] - 8, memoryview(bytes(8)))
+    with closing(opened()) as store:
+        assert store.layout.free == ends[2], "the last record is damaged"
+        assert store.fill(7, sample("records", 7))
+        places = store.lookup(np.array([*indices, 7]), verify=True)
+        assert list(map(number_of, store.read(places[places != NO_PLACE]))) == [*indices[:3], 7]

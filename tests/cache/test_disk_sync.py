@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lightning_stocache.cache import disk_sync
 from lightning_stocache.cache.disk_sync import DiskSync
 from lightning_stocache.cache.seats import Seats
 from lightning_stocache.cache.store import Store
@@ -282,23 +284,29 @@ def test_a_process_that_dies_in_its_sync_hides_no_error(disk: Disk, syncs: Syncs
         assert call(refuses, store.handle) == (True, 0)
 
 
-@pytest.mark.parametrize("has_failed", [True, False])
-def test_lost_pages_are_read_from_the_disk_by_the_next_job(
-    disk: Disk, syncs: Syncs, monkeypatch: Any, has_failed: bool
-) -> None:
-    """They may be whole in the page cache. Without an error it stays."""
+@pytest.fixture
+def drops(monkeypatch: Any) -> list[Segment]:
+    """The segments whose page cache this process has dropped."""
     dropped: list[Segment] = []
     plain = Segment.drop_page_cache
     monkeypatch.setattr(Segment, "drop_page_cache", lambda segment: (dropped.append(segment), plain(segment)))
+    return dropped
+
+
+@pytest.mark.parametrize("has_failed", [True, False])
+def test_lost_pages_are_read_from_the_disk_by_the_next_job(
+    disk: Disk, syncs: Syncs, drops: list[Segment], has_failed: bool
+) -> None:
+    """They may be whole in the page cache. Without an error it stays."""
     with closing(disk.open()) as store:
         filled(store)
         if has_failed:
             syncs.fail()
         assert store.make_safe() is not has_failed
     assert disk.served() == ALL
-    assert len(dropped) == has_failed
+    assert len(drops) == has_failed
     assert disk.served() == ALL
-    assert len(dropped) == has_failed
+    assert len(drops) == has_failed
 
 
 @pytest.mark.processes
@@ -396,6 +404,65 @@ def test_a_sync_begins_by_itself(disk: Disk) -> None:
     assert wait_for_threads()
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_job_that_ends_in_its_sync_leaves_a_warm_page_cache(
+    disk: Disk, syncs: Syncs, drops: list[Segment], monkeypatch: Any, ends: bool
+) -> None:
+    """It waits for the sync, once. One that does not end in time counts as a death: the next job drops the pages."""
+    begun, joined, may_end = threading.Event(), threading.Event(), threading.Event()
+    plain = DiskSync.join
+    monkeypatch.setattr(DiskSync, "join", lambda sync: (joined.set(), plain(sync)))
+    monkeypatch.setattr(disk_sync, "LAST_SECONDS", 300.0 if ends else 0.0)
+    store = disk.open()
+
+    def wait() -> None:
+        begun.set()
+        wait_until(lambda: joined.is_set() or store.closed)
+        assert ends or may_end.wait(300)
+
+    filled(store)
+    syncs.before = wait
+    store.end_epoch()
+    assert begun.wait(300)
+    store.close()
+    assert disk.served() == ALL
+    assert len(drops) == (not ends)
+    monkeypatch.setattr(disk_sync, "LAST_SECONDS", 300.0)
+    store.close()
+    may_end.set()
+    assert wait_for_threads()
+
+
+END_IN_SYNC = """
+import sys, threading
+from pathlib import Path
+from lightning_stocache.node.segment import Segment
+from tests.cache.stores import Disk, filled
+
+begun, plain = threading.Event(), Segment.sync
+
+def sync(segment):
+    begun.set()
+    threading.main_thread().join()  # until the interpreter has begun to end
+    plain(segment)
+
+Segment.sync = sync
+store = Disk(Path(sys.argv[1]), sys.argv[2]).open()
+filled(store)
+begun.wait()
+"""
+
+
+@pytest.mark.processes
+def test_a_process_that_ends_without_closing_waits_for_its_sync(tmp_path: Path, drops: list[Segment]) -> None:
+    """The next job keeps the page cache."""
+    disk = Disk(tmp_path, "rows")
+    command = [sys.executable, "-c", END_IN_SYNC, disk.directory, disk.layout]
+    subprocess.run(command, check=True, timeout=300, cwd=Path(__file__).parents[2])
+    assert disk.served() == ALL
+    assert not drops
+
+
 def wait_for_threads() -> bool:
     wait_until(lambda: not any("sync" in thread.name for thread in threading.enumerate()))
     return True
@@ -416,6 +483,29 @@ def test_what_was_invalidated_is_on_the_disk(layout: str, tmp_path: Path, syncs:
         with pytest.raises(OSError, match="lost"):
             store.invalidate(np.array([5]))
         assert 5 in served(store), "nothing has changed"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_slow_sync_of_another_process_is_no_loss(
+    layout: str, tmp_path: Path, syncs: Syncs, stopped: Any, monkeypatch: Any
+) -> None:
+    """The error says so: the samples are forgotten, but perhaps not on the disk. The next call may succeed."""
+    monkeypatch.setattr("lightning_stocache.cache.store.PATIENCE", 0.0)
+    with closing(Store.create(codec_of(layout), ARC, granted=2**20, directory=str(tmp_path))) as store:
+        filled(store)
+
+        def sync() -> bool:
+            syncs.before = stop
+            return bool(store.make_safe())
+
+        process = stopped(sync)
+        with pytest.raises(OSError, match="a sync of it has not ended within 0 s"):
+            store.invalidate(np.array([3]))
+        assert served(store) == [index for index in ALL if index != 3]
+        process.go_on()
+        assert process.result()
+        assert store.invalidate(np.array([3]))
 
 
 def serve_from_thin(disk: Any, layout: str) -> Any:

@@ -243,6 +243,19 @@ def test_ranges_are_stored_through_the_file_and_discarded(segment: Segment) -> N
     assert not segment.tensor(segment.size - 1, 1).any()
 
 
+def test_a_system_call_that_moves_fewer_bytes_is_repeated(segment: Segment, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux moves at most 2 GiB at once: a longer range is read and written whole, in one part and in several."""
+    pread, pwrite, most = os.pread, os.pwrite, 7
+    monkeypatch.setattr(os, "pread", lambda file, length, offset: pread(file, min(length, most), offset))
+    monkeypatch.setattr(os, "pwrite", lambda file, part, offset: pwrite(file, part[:most], offset))
+    monkeypatch.setattr(os, "pwritev", lambda file, parts, offset: pwrite(file, b"".join(parts)[:most], offset))
+    content = bytes(range(100))
+    for begin, ends in ((3, [100]), (200, [5, 5, 7, 30, 100])):
+        bounds = zip([0, *ends], ends, strict=False)
+        segment.store(begin, *(memoryview(content)[first:last] for first, last in bounds))
+        assert segment.fetch(begin, 100) == content
+
+
 @pytest.mark.skipif(not hasattr(mmap, "MADV_REMOVE"), reason="the system frees no pages inside a file")
 def test_a_file_keeps_its_length_while_it_is_discarded(segment: Segment, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that reads meanwhile would die of SIGBUS behind the end of a shorter file."""

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_stocache.source.draws import Draw, Draws, EndOfStreamError
+from lightning_stocache.source.draws import Draw, Draws, EndOfStreamError, shuffled
 from tests.sources import CountedStream
 
 
@@ -35,6 +35,19 @@ def test_all_fillers_together_draw_each_index_once_per_pass(length, fillers, pas
         assert drawn[:length] != drawn[length : 2 * length]
     for done in (1, 7):  # a filler that is started anew goes on behind what it had begun
         assert [draw.index for draw in draws.share(0, fillers, done)] == shares[0][done:]
+
+
+@given(length=st.integers(1, 70), seed=st.integers(0, 2**40))
+def test_the_order_of_a_long_source_needs_no_table(length, seed):
+    """Each index comes once in a pass, in another order for each seed. A source of 10^12 samples has such an order."""
+    order = [shuffled(position, length, seed) for position in range(length)]
+    assert sorted(order) == list(range(length))
+    assert length < 20 or order != [shuffled(position, length, seed + 1) for position in range(length)]
+    long = 10**12
+    drawn = [[draw.index for draw in islice(Draws(range(long), seed=seed).share(k, 2), 4)] for k in range(2)]
+    assert [index for pair in zip(*drawn, strict=True) for index in pair] == [shuffled(k, long, seed) for k in range(8)]
+    [last] = Draws(range(long), seed=seed, passes=1).share(1, 2, done=long // 2 - 1)
+    assert last.load() == shuffled(long - 1, long, seed)
 
 
 def test_a_stream_begins_again_when_it_ends():

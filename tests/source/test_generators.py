@@ -134,3 +134,15 @@ def test_entropy_for_a_module_that_a_read_imports_is_no_draw(tmp_path: Path, mon
         assert generators.changed(before) == []
         uuid.uuid4()
         assert generators.changed(before) == ["the system"]
+
+
+def test_the_index_of_a_long_dataset_is_a_seed() -> None:
+    """NumPy's seeds end at 2^32. Two seeds in a row give other draws there, too."""
+    with Generators(None) as generators:
+        drawn = []
+        for seed in (2**33, 2**33 + 1, 2**41):
+            generators.seed(seed)
+            drawn.append((np.random.rand(), torch.rand(1).item(), random.random()))
+        generators.seed(2**33)
+        assert drawn[0] == (np.random.rand(), torch.rand(1).item(), random.random())
+        assert drawn[0][0] != drawn[1][0]

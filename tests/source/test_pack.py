@@ -152,6 +152,14 @@ def test_a_full_disk_is_an_error_and_loses_nothing(full_disk: Any) -> None:
     assert same
 
 
+def test_a_file_that_would_be_too_large_is_an_error(tmp_path: Path, monkeypatch: Any) -> None:
+    """It names the limit, not the disk, and a way without it."""
+    monkeypatch.setattr(packing, "MAP_BYTES", 1 << 20)
+    path = tmp_path / "x.lmdb"
+    with pytest.raises(LMDBError, match=r"larger than 1,048,576 bytes.*parts of the source.*ConcatDataset"):
+        pack([bytes(1 << 19)] * 4, path)
+
+
 def test_nothing_else_is_overwritten(tmp_path: Path) -> None:
     """A file, an LMDB of others, another pack: all stay as they are. A second pack into one file is refused at once."""
     (tmp_path / "text").write_text("precious" * 1000)
