@@ -30,7 +30,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pickle import PickleBuffer
 from types import SimpleNamespace
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, ClassVar, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -102,6 +102,7 @@ class RecordCodec:
     packed_bytes: int = 0
     finished_bytes: int = 0
     form: str = ""
+    is_fixed: ClassVar[bool] = False
 
     @classmethod
     def infer(cls, samples: Sequence[Any], required: Required = ()) -> RecordCodec:

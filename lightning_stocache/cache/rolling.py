@@ -23,21 +23,15 @@ crosses.
 A slot that is still being written is never taken over: the next writer tries again. A killed writer leaves an odd
 generation, which readers skip. The kernel frees its lock, and writers take that slot again when its turn comes.
 
-Of rows, the first sample of a slot is written through the file, where a lack of memory is an error. Later samples are
-copied through the mapping, whose pages exist by then: writes through the file exclude each other (two writers of rows
-of 1 MiB reach 4.3 GB/s each through the file, and 10 GB/s through the mapping).
-
-Records lie one behind the other in the run of bytes. A record that does not fit at the end begins at the beginning
-again. A writer that takes a slot first ends the samples whose bytes it needs, the oldest first, in its turn. Records
-are always written through the file, because the gap of a killed writer has no memory yet. A reader decodes its own
-copy, never bytes that a writer may change.
+How the samples of a kind find room, and where the next one goes, is in `rolling_room`. A reader of records decodes its
+own copy, never bytes that a writer may change.
 
 On a disk the store outlives its job, and one job at a time has it open. The disk is mapped read-only: samples and
 numbers are written through the file. A reader may see such a number when only some of its bytes are written, so the
 last bit of a generation is set before the others are written and cleared after them, each time without a change of
 another byte. Each slot also has the index of its sample in the source (-1: unknown) and a checksum (`checksums`), which
 covers the ticket and the index, too. What this job has written is read at once. A sample of an earlier job has a ticket
-up to `_BEFORE`: it is verified before its first read, and dropped if it is damaged. The process that opens the file
+up to `Word.BEFORE`: it is verified before its first read, and dropped if it is damaged. The process that opens the file
 first (`repair`) finds the order of the samples from their columns alone, because after a power cut any page may be old.
 
 When memory ends while the store grows, it stops growing, with one warning per node, and rolls within the memory that it
@@ -50,10 +44,9 @@ from __future__ import annotations
 import errno
 import itertools
 import logging
-import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
@@ -61,17 +54,19 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_stocache.cache.checksums import Checksums
-from lightning_stocache.cache.codec import Lend, Memory, aligned
+from lightning_stocache.cache.codec import Lend, Memory
 from lightning_stocache.cache.gather_pool import ALONE, GatherPool
-from lightning_stocache.cache.layout import KNOWN, ONCE, ROLLING, Head, Layout, Records, Rows, is_complete, layout_of
+from lightning_stocache.cache.layout import ROLLING, Head, Layout, is_complete, layout_of
 from lightning_stocache.cache.placement import Arc, Integers
-from lightning_stocache.cache.records import RecordCodec, SampleCodec
+from lightning_stocache.cache.records import SampleCodec
+from lightning_stocache.cache.rolling_room import Room, room_for
+from lightning_stocache.cache.rolling_slots import RollingSlots, Word
 from lightning_stocache.cache.shortage import refused
 from lightning_stocache.cache.store import NO_PLACE, RETRY_SECONDS, Store
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.node.files import HEADER_BYTES, Backend
 from lightning_stocache.node.processes import poll
-from lightning_stocache.node.segment import Numbers, Segment, fence
+from lightning_stocache.node.segment import Segment, fence
 
 __all__ = ["FILLERS", "RollingStore"]
 
@@ -80,17 +75,11 @@ log = logging.getLogger(__name__)
 FILLERS = 64
 """The most fillers of a store."""
 
-# Control words. _APPENDED is the last ticket, _BEFORE the last of earlier jobs, _EPOCH the last when the epoch began.
-# _MOST is how many slots, or bytes of records, the store may use; 0: all. _FOUND counts the samples that this job has
-# found; _HOLES says whether a row may be empty whose turn is not next. _PLAN says what the fillers draw.
-_CONTROL = range(ONCE.words, ONCE.words + 12)
-_APPENDED, _NEXT, _MOST, _EVICTED, _EPOCH, _END, _TAIL, _LAPPED, _BEFORE, _FOUND, _HOLES, _PLAN = _CONTROL
-_DRAWN = _CONTROL.stop
+_DRAWN = max(Word) + 1
 _HEAD = Head({"state": np.int64, "time": np.int64}, _DRAWN + FILLERS)
 _LATEST = 1 << 60  # generations above are damaged
 
 _MOST_TRIES = 1000  # then the writers are faster than any copy
-_SMALLER = 4  # there are slots enough for records that are this much smaller than expected
 _TOO_FAST = "a rolling cache is overwritten faster than it can be read: give it a larger budget, or fewer fillers"
 
 
@@ -115,22 +104,12 @@ class RollingStore(Store):
 
     def __init__(self, segment: Segment, codec: SampleCodec, arc: Arc, companion: Segment | None = None) -> None:
         super().__init__(segment, codec, arc, companion)
-        layout, self.count = self.layout, arc.slots
-        self._room = layout.end - layout.begin if isinstance(layout, Records) else self.count
-        self.generations: npt.NDArray[np.int64] = layout.state
-        """The state of each slot, int64 `[slots]`, to look at many; not to be written."""
-        # To look at one, and to write it:
-        self._states, self._words = layout.states, layout.numbers
-        self._columns = {name: self._numbers_of(name) for name in layout.columns}
-        self._written_here: set[tuple[int, int]] = set()  # process and slot, because a forked child inherits the set
+        self.count = arc.slots
+        self._slots = RollingSlots(segment, self.layout, self.layout.numbers)
+        self._words = self.layout.numbers
+        self._room: Room = room_for(codec)(segment, cast(Any, self.layout), self._slots)
         self.renewed = self.substituted = 0  # samples that were read: newer than the epoch; in place of others
         self._chance = np.random.default_rng()
-
-    def _numbers_of(self, name: str) -> Numbers:
-        """The numbers of a column, to look at one and to write it."""
-        start = self.layout.offset_in(name, 0)
-        kind = self.layout.columns[name].dtype.char
-        return self.segment.numbers_at(start, self.count, cast(Any, kind))
 
     @classmethod
     def empty(
@@ -156,20 +135,13 @@ class RollingStore(Store):
         `file_bytes` limits the whole file on a disk; None: the store lies in memory.
         """
         head = cls._head(file_bytes is not None)
-        room = sys.maxsize if file_bytes is None else file_bytes - HEADER_BYTES - head.fixed_bytes
-        if isinstance(codec, RecordCodec):
-            granted, columns = min(granted, room), head.of_records
-            return max(granted // (codec.nbytes // _SMALLER + columns.slot_bytes), 8), granted
-        room -= aligned(1) * len(codec.row_bytes) + 1  # wasted by alignment, and the byte that no write reaches
-        return min(count, max(room, 0) // cls.slot_bytes(codec, on_disk=file_bytes is not None)), granted
+        most = sys.maxsize if file_bytes is None else file_bytes - HEADER_BYTES - head.fixed_bytes
+        return room_for(codec).fit(codec, count, granted, most, head)
 
     @classmethod
     def slot_bytes(cls, codec: SampleCodec, *, on_disk: bool = False) -> int:
         """Bytes of a sample with its columns; of records, of a sample of the expected size."""
-        head = cls._head(on_disk)
-        if isinstance(codec, RecordCodec):
-            return aligned(codec.nbytes) + head.of_records.slot_bytes
-        return codec.nbytes + head.slot_bytes
+        return room_for(codec).slot_bytes(codec, cls._head(on_disk))
 
     @classmethod
     def _head(cls, on_disk: bool) -> Head:
@@ -196,18 +168,15 @@ class RollingStore(Store):
         verified when they are read. All tickets to come are larger than any sound ticket in the file.
         """
         columns = self.layout.columns
-        states = self.generations.copy()
+        states = self._slots.generations.copy()
         is_sound = cast(Checksums, self._checksums).is_sound
         slots = np.flatnonzero(is_complete(states) & (states <= _LATEST))
         newest_first = slots[np.argsort(states[slots])[::-1]].tolist()
         found = list(itertools.dropwhile(lambda slot: not is_sound(slot), newest_first))
         latest = (int(states[found[0]]) if found else 0) + 2 * self.count + 2  # later generations are damaged
         last = int(states[states <= latest].max(initial=0)) // 2
-        if isinstance(self.layout, Records):
-            found, words = self._in_run(found, is_sound)
-        else:
-            words = self._turn_of_rows(found)
-        words |= {_APPENDED: last, _EPOCH: last, _BEFORE: last, _FOUND: len(found)}
+        found, words = self._room.in_order(found, is_sound)
+        words |= {Word.APPENDED: last, Word.EPOCH: last, Word.BEFORE: last, Word.FOUND: len(found)}
         is_found = np.zeros(self.count, dtype=np.bool_)
         is_found[found] = True
         times = columns["time"]
@@ -215,70 +184,16 @@ class RollingStore(Store):
         self._rewrite("state", states * is_found)
         self._rewrite("time", np.where((times > 0) & (times <= now), times, now) * is_found)
         self._rewrite("verified", np.zeros_like(columns["verified"]))
-        if isinstance(self.layout, Records):
+        if "nbytes" in columns:
             self._rewrite("nbytes", columns["nbytes"] * is_found)
-        for word in _CONTROL:
-            if word != _PLAN:
+        for word in Word:
+            if word != Word.PLAN:
                 self._words[word] = words.get(word, 0)
 
     def _rewrite(self, name: str, numbers: npt.NDArray[Any]) -> None:
         """Write a column, if it differs. Killed in it, a process leaves old and new numbers, which mend again."""
         if not np.array_equal(self.layout.columns[name], numbers):
             self.segment.store(self.layout.offset_in(name, 0), numbers.data.cast("B"))
-
-    def _turn_of_rows(self, newest_first: Sequence[int]) -> dict[int, int]:
-        """The control words that say which slot is next, given the slots with rows."""
-        newest = newest_first[0] if newest_first else -1
-        is_full = (newest + 1) % self.count in newest_first  # up to the oldest sample
-        return {
-            _NEXT: newest_first[-1] if is_full else newest + 1,
-            _LAPPED: is_full or max(newest_first, default=-1) > newest,
-            _HOLES: len(newest_first) < self.count,
-        }
-
-    def _in_run(self, newest_first: Sequence[int], is_sound: Callable[[int], bool]) -> tuple[list[int], dict[int, int]]:
-        """The records that lie one before the other in the run, and whose slots do, so that no two overlap.
-
-        From the newest on, first the records before it, then those above it, which the run has not reached again:
-
-            begin of the run | older <- older <- newest | free | oldest <- older <- older | end of the run
-                           floor                low    top   then floor                 low
-
-        Returns:
-            The slots of these records, newest first, and the control words from which the next writer goes on.
-        """
-        begins = self.layout.columns["begin"]
-        sizes = self.layout.columns["nbytes"]
-        start = self.layout.begin
-        found: list[int] = []
-        low = top = floor = start
-        for slot in newest_first:
-            begin = int(begins[slot])
-            end = begin + aligned(int(sizes[slot]))
-            if not found:
-                found.append(slot)
-                low, top = begin, end
-                continue
-            is_above = floor == start and begin >= top
-            is_before = floor <= begin <= end <= low
-            is_next = is_before and end == low
-            is_later_slot = (found[0] - slot) % self.count <= (found[0] - found[-1]) % self.count  # a damaged ticket
-            if is_later_slot or not (is_next or ((is_before or is_above) and is_sound(slot))):
-                continue
-            found.append(slot)
-            low = begin
-            if is_above:
-                floor = top
-        if not found:
-            return found, {}
-        following = found[0] + 1 + self.count
-        words = {
-            _NEXT: following,
-            _TAIL: following - 1 - (found[0] - found[-1]) % self.count,
-            _END: top - start,
-            _LAPPED: floor == top,
-        }
-        return found, words
 
     # ---- storing ----
 
@@ -329,117 +244,71 @@ class RollingStore(Store):
 
         Returns None if a writer has the slot, or the turn is not to be had.
         """
-        if isinstance(self.layout, Records) and aligned(nbytes) > self._most:
-            room, sample = format_bytes(self._most), format_bytes(nbytes)
+        if self._room.needed(nbytes) > self._room.most:
+            room, sample = format_bytes(self._room.most), format_bytes(nbytes)
             raise ValueError(f"a sample of {sample} is larger than the whole rolling cache of {room}")
         return self.segment.in_turn(self._take, nbytes)
 
     def _take(self, nbytes: int) -> int | None:
-        words = self._words
-        turn = words[_NEXT] % max(self.limit, 1)
-        slot = self._chosen_slot(turn)
-        if (os.getpid(), slot) in self._written_here or not self.segment.lock(slot):
+        slots, words = self._slots, self._words
+        slot = self._room.next_slot()
+        if not slots.lock(slot):
             return None
         is_taken = False
         try:
-            if isinstance(self.layout, Records):
-                if not self._make_room(slot, nbytes):
-                    return None
-            elif slot == 0 and words[_NEXT]:
-                words[_LAPPED] = 1
-            if slot == turn:
-                words[_NEXT] += 1
-            if is_complete(self._states[slot]):
-                words[_EVICTED] += 1
-            ticket = words[_APPENDED] + 1
-            words[_APPENDED] = ticket
-            self._states[slot] |= 1  # before the rest of the number
-            self._states[slot] = 2 * ticket + 1
-            self._written_here.add((os.getpid(), slot))
+            if not self._room.make(slot, nbytes):
+                return None
+            if is_complete(slots.states[slot]):
+                words[Word.EVICTED] += 1
+            ticket = words[Word.APPENDED] + 1
+            words[Word.APPENDED] = ticket
+            slots.begin(slot, ticket)
             is_taken = True
         finally:
             if not is_taken:
                 self.segment.unlock(slot)
         return slot
 
-    def _chosen_slot(self, turn: int) -> int:
-        """The slot whose turn is next. If that slot has a sample and a row is empty: the empty row."""
-        words = self._words
-        if words[_HOLES] and isinstance(self.layout, Rows) and is_complete(self._states[turn]):
-            is_empty = ~is_complete(self.generations[: self.limit]) & (self.layout.columns["time"][: self.limit] == 0)
-            holes = np.flatnonzero(is_empty).tolist()
-            if not holes:
-                words[_HOLES] = 0
-            return next(itertools.filterfalse(self._is_being_written, holes), turn)
-        return turn
-
-    def _is_being_written(self, slot: int) -> bool:
-        """Whether a living writer has a slot: another thread of this process, or another process."""
-        return (os.getpid(), slot) in self._written_here or self.segment.is_locked(slot)
-
-    def _drop(self, slot: int) -> None:
-        """Let no reader find the sample of a slot any more."""
-        self._states[slot] |= 1
-        self._columns["time"][slot] = 0
-
     def finish(self, slot: int, *, is_whole: bool = True) -> None:
         """Release a slot. Readers may read its sample, if `is_whole`; else the sample is dropped."""
+        slots = self._slots
         try:
             if is_whole:
-                self._columns["time"][slot] = time.time_ns()
+                slots.numbers("time")[slot] = time.time_ns()
                 fence()
-                self._states[slot] &= ~1
+                slots.states[slot] &= ~1
             else:
                 with suppress(OSError):  # as if the writer had been killed
-                    self._drop(slot)
+                    slots.drop(slot)
         finally:
-            self.segment.unlock(slot)  # first: else another thread could take the slot, and lose its lock
-            self._written_here.discard((os.getpid(), slot))
+            slots.end(slot)
 
     def _write_sample(self, slot: int, contents: Sequence[memoryview], index: int) -> str | None:
         """Write a sample. If memory is short while the store grows, return the reason in words."""
-        layout, checksums, grows = self.layout, self._checksums, not self._words[_LAPPED]
-        if isinstance(layout, Rows) and layout.columns["time"][slot] and checksums is None:  # it had a sample before
-            for rows, content in zip(layout.fields, contents, strict=True):
-                rows[slot] = np.frombuffer(content, dtype=np.uint8)
-            return None
-        if grows:  # afterwards the store takes no more memory
-            short = self._shortage.comes_with(layout.size(contents))
+        room, grows = self._room, not self._words[Word.LAPPED]
+        if grows and room.takes_memory(slot):  # afterwards the store takes no more memory
+            short = self._shortage.comes_with(self.layout.size(contents))
             if short is not None:
                 return short
         try:
-            if checksums is not None:
-                self._columns["index"][slot] = index
-            if isinstance(layout, Rows):
-                layout.write([slot], [contents])
-            else:
-                begin = layout.begin_of(slot)
-                self.segment.store(begin, *contents)
-                layout.seal(slot, begin, layout.size(contents), contents)
+            if self.segment.on_disk:
+                self._slots.numbers("index")[slot] = index
+            room.write(slot, contents)
         except OSError as error:
             if not grows:
                 with suppress(OSError):
-                    self._words[_HOLES] = 1  # the next sample comes here, and no other leaves for it
+                    self._words[Word.HOLES] = 1  # the next sample comes here, and no other leaves for it
                 raise
-            return refused(error, on_disk=checksums is not None)
+            return refused(error, on_disk=self.segment.on_disk)
         return None
 
     def _stop_growing(self, slot: int, short: str) -> None:
         """From now on, use only the slots, or the bytes, before those of a slot. Warn once per node."""
-        rows = isinstance(self.layout, Rows)
-        used = slot if rows else self._columns["begin"][slot] - self.layout.begin
+        used = self._room.before(slot)
         if not used:
             needed = format_bytes(self.codec.nbytes)
             raise OSError(errno.ENOSPC, f"a rolling cache needs {needed} for its first sample: {short}")
-
-        def limit() -> None:
-            if used < self._most:
-                self._words[_MOST] = used
-                if rows:
-                    self._words[_NEXT] = 0
-                    self._words[_LAPPED] = 1
-
-        self.segment.in_turn(limit)
+        self.segment.in_turn(self._room.limit_to, used)
         if self.segment.lock(self.count + 1):  # this process keeps the lock until it ends
             log.warning(
                 "the rolling cache stops growing at %s samples: %s.\nIt rolls within these. A lower budget has no such "
@@ -463,59 +332,6 @@ class RollingStore(Store):
         """Whether nothing is stored for a while, because the system has just refused a sample."""
         return self._rests
 
-    # ---- room for records ----
-
-    def _make_room(self, slot: int, nbytes: int) -> bool:
-        """Find bytes for the record of a slot, and end the samples that lie there. In a turn."""
-        words, need = self._words, aligned(nbytes)
-        begin, size = words[_END], self._most
-        if need > size:
-            return False
-        if begin + need > size:
-            if not self._free(begin, max(size, begin), slot):
-                return False
-            begin = words[_END] = 0
-            words[_LAPPED] = 1
-        if not self._free(begin, begin + need, slot):
-            return False
-        if self._live == self.count and not self._end_oldest(slot):  # the oldest sample is in this very slot
-            return False
-        self._columns["begin"][slot] = self.layout.begin + begin
-        self._columns["nbytes"][slot] = nbytes
-        words[_END] = begin + need
-        return True
-
-    def _free(self, begin: int, end: int, slot: int) -> bool:
-        """End the oldest samples until no sample lies in these bytes, or behind the end of the run."""
-        begins, sizes = self._columns["begin"], self._columns["nbytes"]
-        while self._live:
-            oldest = self._words[_TAIL] % self.count
-            first = begins[oldest] - self.layout.begin
-            last = first + aligned(sizes[oldest])
-            is_outside = first >= end or last <= begin
-            if sizes[oldest] and is_outside and last <= self._most:
-                return True
-            if not self._end_oldest(slot):
-                return False
-        return True
-
-    def _end_oldest(self, mine: int) -> bool:
-        """Drop the oldest sample. Returns False if a writer of another slot than `mine` is still writing it."""
-        slot = self._words[_TAIL] % self.count
-        generation = self._states[slot]
-        if generation & 1 and slot != mine and self._is_being_written(slot):
-            return False
-        if is_complete(generation):
-            self._words[_EVICTED] += 1
-        self._drop(slot)
-        self._words[_TAIL] += 1
-        return True
-
-    @property
-    def _live(self) -> int:
-        """Number of slots with bytes. It follows from two counts, because a writer may be killed between two steps."""
-        return int(self._words[_NEXT] - self._words[_TAIL])
-
     # ---- reading ----
 
     def has_place(self, index: int) -> bool:
@@ -536,7 +352,7 @@ class RollingStore(Store):
         slots, seen = self._whole(places)
         rows.gather(slots, into, pool)
         fence()
-        torn = np.flatnonzero(self.generations.take(slots) != seen)
+        torn = np.flatnonzero(self._slots.generations.take(slots) != seen)
         for _ in range(_MOST_TRIES):
             if not len(torn):
                 break
@@ -545,14 +361,14 @@ class RollingStore(Store):
                 memory.reshape(len(slots), fields.shape[1])[torn] = fields[again]
             fence()
             seen[torn] = generations
-            torn = torn[self.generations.take(again) != generations]
+            torn = torn[self._slots.generations.take(again) != generations]
         else:
             raise RuntimeError(_TOO_FAST)
         self.renewed += self._count_newer(seen)
 
     def read(self, places: Integers, lend: Lend | None = None) -> Iterable[Any]:
         """Copy whole samples from these slots, or from others. Records are copied as the caller iterates."""
-        if isinstance(self.layout, Rows):
+        if self.codec.is_fixed:
             return super().read(places, lend)
         return (self.codec.decode(self._record(place), lend) for place in places.tolist())
 
@@ -560,15 +376,15 @@ class RollingStore(Store):
         """Copy a whole record from this slot, or from another resident slot."""
         records: Any = self.layout
         for _ in range(_MOST_TRIES):
-            seen = self._states[place]
+            seen = self._slots.states[place]
             if is_complete(seen) and (self._checksums is None or self.is_sound(place)):
                 fence()
                 live = records.record(place)
                 fence()
-                if self._states[place] == seen:  # then begin and size belong to that generation
+                if self._slots.states[place] == seen:  # then begin and size belong to that generation
                     record = memoryview(bytes(live))
                     fence()
-                    if self._states[place] == seen:
+                    if self._slots.states[place] == seen:
                         self.renewed += self._count_newer(np.array([seen]))
                         return record
             place = int(self._random_slots(1)[0])
@@ -577,22 +393,22 @@ class RollingStore(Store):
 
     def readable_slots(self) -> Integers:
         """The slots that can be read now, int64."""
-        return np.flatnonzero(is_complete(self.generations[: self.limit]))
+        return np.flatnonzero(is_complete(self._slots.generations[: self.limit]))
 
     def resident(self) -> Integers:
         """The slots with a sample, int64, in rising order. A slot whose sample is being replaced counts, too."""
-        generations = self.generations[: self.limit].copy()  # one look, because generations change meanwhile
+        generations = self._slots.generations[: self.limit].copy()  # one look, because generations change meanwhile
         is_replaced = (generations & 1 == 1) & (self.layout.columns["time"][: self.limit] > 0)
         resident: Integers = np.flatnonzero(is_complete(generations) | is_replaced)
         return resident
 
     def is_sound(self, slot: int) -> bool:
         """Whether the sample of a slot can be read. A damaged sample of an earlier job is dropped."""
-        generation = self._states[slot]
+        generation = self._slots.states[slot]
         checksums = self._checksums
-        if checksums is None or generation > 2 * self._words[_BEFORE] or not is_complete(generation):
+        if checksums is None or generation > 2 * self._words[Word.BEFORE] or not is_complete(generation):
             return bool(is_complete(generation))
-        verified = self._columns["verified"]
+        verified = self._slots.numbers("verified")
         if verified[slot]:
             return True
         is_sound = checksums.is_sound(slot)
@@ -605,9 +421,9 @@ class RollingStore(Store):
 
     def _drop_damaged(self, slot: int, generation: int) -> None:
         """In a turn: drop a damaged sample, unless another one has its slot by now."""
-        if self._states[slot] == generation:
-            self._drop(slot)
-            self._words[_HOLES] = 1
+        if self._slots.states[slot] == generation:
+            self._slots.drop(slot)
+            self._words[Word.HOLES] = 1
 
     def slots_by_index(self, length: int) -> Integers:
         """The slot of each index of a source, int64 `[length]`, or NO_PLACE; known on a disk only."""
@@ -621,21 +437,21 @@ class RollingStore(Store):
     def begin_epoch(self) -> None:
         """Begin an epoch: samples that come from now on are newer than the epoch."""
         with suppress(OSError):  # a full disk: only `renewed` is wrong
-            self._words[_EPOCH] = self._words[_APPENDED]
+            self._words[Word.EPOCH] = self._words[Word.APPENDED]
 
     def _count_newer(self, generations: Integers) -> int:
         """Number of samples that came after the epoch had begun."""
-        return int(np.count_nonzero(generations > 2 * self._words[_EPOCH]))
+        return int(np.count_nonzero(generations > 2 * self._words[Word.EPOCH]))
 
     def _whole(self, slots: Integers) -> tuple[Integers, Integers]:
         """These slots, with readable slots in place of those that cannot be read now, and their generations."""
-        generations = self.generations.take(slots)
+        generations = self._slots.generations.take(slots)
         whole = self._are_sound(slots, generations)
         if not whole.all():
             slots = slots.copy()
             while len(missing := np.flatnonzero(~whole)):
                 slots[missing] = self._random_slots(len(missing))
-                generations[missing] = self.generations.take(slots[missing])
+                generations[missing] = self._slots.generations.take(slots[missing])
                 whole = self._are_sound(slots, generations)
                 self.substituted += len(missing)
         fence()
@@ -645,7 +461,7 @@ class RollingStore(Store):
         """Which of these slots, with these generations, have a sample that can be read."""
         sound: npt.NDArray[np.bool_] = is_complete(generations)
         if self._checksums is not None:
-            found = sound & (generations <= 2 * self._words[_BEFORE])
+            found = sound & (generations <= 2 * self._words[Word.BEFORE])
             for number in np.flatnonzero(found & (self.layout.columns["verified"].take(slots) == 0)).tolist():
                 sound[number] = self.is_sound(int(slots[number]))
         return sound
@@ -654,7 +470,7 @@ class RollingStore(Store):
         """Random slots that can be read now."""
         # A few random slots: a look at a hundred thousand slots takes half a millisecond.
         slots = self._chance.integers(0, self.count, 64 + 8 * count)
-        slots = slots[is_complete(self.generations.take(slots))]
+        slots = slots[is_complete(self._slots.generations.take(slots))]
         if len(slots) < count:
             for seconds in poll(pause=0.001):
                 if len(slots := self.readable_slots()):
@@ -671,27 +487,22 @@ class RollingStore(Store):
     @property
     def appended(self) -> int:
         """Number of samples that came in this job, with the samples that are being written."""
-        return int(self._words[_APPENDED] - self._words[_BEFORE])
+        return int(self._words[Word.APPENDED] - self._words[Word.BEFORE])
 
     @property
     def found(self) -> int:
         """Number of samples of earlier jobs that this job has found."""
-        return int(self._words[_FOUND])
+        return int(self._words[Word.FOUND])
 
     @property
     def evicted(self) -> int:
         """Number of samples that left for newer samples."""
-        return int(self._words[_EVICTED])
+        return int(self._words[Word.EVICTED])
 
     @property
     def limit(self) -> int:
         """Number of slots for which there is memory, as far as that is known."""
-        return self._most if isinstance(self.layout, Rows) else self.count
-
-    @property
-    def _most(self) -> int:
-        """Number of slots, or bytes of records, that the store may use."""
-        return int(self._words[_MOST]) or self._room
+        return self._room.limit
 
     @property
     def oldest_seconds(self) -> float:
@@ -719,13 +530,7 @@ class RollingStore(Store):
         """Number of samples for which there is room; of records, if the next are as large as those before."""
         if self.refuses or self.segment.is_locked(self.count):
             return max(self.filled, 1)
-        if isinstance(self.layout, Rows):
-            return self.limit
-        live = self._live
-        if live and self._words[_LAPPED]:
-            return live
-        mean = self._words[_END] / live if live >= KNOWN else aligned(max(self.codec.nbytes, 1))
-        return max(min(int(self._most / max(mean, 1)), self.count), 1)
+        return self._room.capacity(self.codec.nbytes)
 
     # ---- fillers ----
 
@@ -740,13 +545,13 @@ class RollingStore(Store):
             Whether the fillers cannot go on, because the last job had another plan.
         """
         words = self._words
-        is_equal = words[_PLAN] == plan
-        is_other = goes_on and not is_equal and words[_PLAN] != 0
+        is_equal = words[Word.PLAN] == plan
+        is_other = goes_on and not is_equal and words[Word.PLAN] != 0
         with suppress(OSError):  # a full disk
             if not (goes_on and is_equal):
                 for filler in filter(self.drawn, range(FILLERS)):
                     words[_DRAWN + filler] = 0
-            words[_PLAN] = plan
+            words[Word.PLAN] = plan
         return is_other
 
     def drawn(self, filler: int) -> int:
@@ -760,7 +565,6 @@ class RollingStore(Store):
 
     def drop_views(self) -> None:
         """Stop using the segment, which stays open."""
-        self.generations = np.empty(0, dtype=np.int64)
-        self._states = self._words = memoryview(b"")
-        self._columns = {}
+        self._slots.close()
+        self._words = memoryview(b"")
         super().drop_views()

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -237,6 +237,7 @@ class SampleSpec:
 
     tree: _Branch | int
     fields: tuple[Field, ...]
+    is_fixed: ClassVar[bool] = True
 
     @classmethod
     def infer(cls, sample: Any) -> SampleSpec:
