@@ -30,9 +30,14 @@ On a disk the store outlives its job, and one job at a time has it open. The dis
 numbers are written through the file. A reader may see such a number when only some of its bytes are written, so the
 last bit of a generation is set before the others are written and cleared after them, each time without a change of
 another byte. Each slot also has the index of its sample in the source (-1: unknown) and a checksum (`checksums`), which
-covers the ticket and the index, too. What this job has written is read at once. A sample of an earlier job has a ticket
-up to `Word.BEFORE`: it is verified before its first read, and dropped if it is damaged. The process that opens the file
-first (`repair`) finds the order of the samples from their columns alone, because after a power cut any page may be old.
+covers the ticket and the index, too. The process that opens the file (`repair`) finds the order of the samples from
+their columns alone, because after a power cut any page may be old. A sample of an earlier job is verified before its
+first read, and dropped if it is damaged.
+
+The disk may lose what it has taken (`disk_sync`). So a copy is compared with its checksum until its sample is safe: a
+sync has succeeded that began after the sample was stored or verified. A reader looks at the round of a slot after its
+copy. A sample that was lost is dropped, and another one is served in its place. After a sync that has failed nothing is
+stored any more. Control words and rounds lie in memory (`rolling_slots`), so they cannot be lost.
 
 When memory ends while the store grows, it stops growing, with one warning per node, and rolls within the memory that it
 has. Where the system refuses a sample otherwise (a full disk that copies on write refuses each write), the writer goes
@@ -48,6 +53,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -55,16 +61,17 @@ import numpy.typing as npt
 
 from lightning_stocache.cache.checksums import Checksums
 from lightning_stocache.cache.codec import Lend, Memory
+from lightning_stocache.cache.disk_sync import ROUNDS, DiskSync
 from lightning_stocache.cache.gather_pool import ALONE, GatherPool
-from lightning_stocache.cache.layout import ROLLING, Head, Layout, is_complete, layout_of
-from lightning_stocache.cache.placement import Arc, Integers
+from lightning_stocache.cache.layout import ONCE, ROLLING, Head, Layout, is_complete, layout_of
+from lightning_stocache.cache.placement import Arc, Domain, Integers
 from lightning_stocache.cache.records import SampleCodec
 from lightning_stocache.cache.rolling_room import Room, room_for
-from lightning_stocache.cache.rolling_slots import RollingSlots, Word
+from lightning_stocache.cache.rolling_slots import NOTHING, UNVERIFIED, RollingSlots, Word, live_bytes
 from lightning_stocache.cache.shortage import refused
 from lightning_stocache.cache.store import NO_PLACE, RETRY_SECONDS, Store
 from lightning_stocache.node.budget import format_bytes
-from lightning_stocache.node.files import HEADER_BYTES, Backend
+from lightning_stocache.node.files import HEADER_BYTES, Backend, Manifest
 from lightning_stocache.node.processes import poll
 from lightning_stocache.node.segment import Segment, fence
 
@@ -75,8 +82,10 @@ log = logging.getLogger(__name__)
 FILLERS = 64
 """The most fillers of a store."""
 
-_DRAWN = max(Word) + 1
-_HEAD = Head({"state": np.int64, "time": np.int64}, _DRAWN + FILLERS)
+# Words that outlive a job on a disk: what the fillers draw, and how many samples each has drawn.
+_PLAN = ONCE.words
+_DRAWN = _PLAN + 1
+_WORDS = _DRAWN + FILLERS  # the first control word of a store in memory
 _LATEST = 1 << 60  # generations above are damaged
 
 _MOST_TRIES = 1000  # then the writers are faster than any copy
@@ -99,16 +108,19 @@ class RollingStore(Store):
         >>> store.close()
     """
 
-    head = _HEAD
+    head = Head({"state": np.int64, "time": np.int64}, _WORDS + len(Word))
     stores_misses = False
 
     def __init__(self, segment: Segment, codec: SampleCodec, arc: Arc, companion: Segment | None = None) -> None:
         super().__init__(segment, codec, arc, companion)
         self.count = arc.slots
-        self._slots = RollingSlots(segment, self.layout, self.layout.numbers)
-        self._words = self.layout.numbers
+        self._slots = RollingSlots(segment, self.layout, _WORDS, companion)
+        self._words = self._slots.words
+        if segment.on_disk:
+            self._sync = DiskSync(segment, self.layout.rounds_offset)
         self._room: Room = room_for(codec)(segment, cast(Any, self.layout), self._slots)
         self.renewed = self.substituted = 0  # samples that were read: newer than the epoch; in place of others
+        self._has_left_out = False  # a sample, since the store has stopped growing
         self._chance = np.random.default_rng()
 
     @classmethod
@@ -145,14 +157,30 @@ class RollingStore(Store):
 
     @classmethod
     def _head(cls, on_disk: bool) -> Head:
-        """On a disk also the checksum of a sample, its index in the source, and whether this job has verified it."""
-        return cls.head.plus({"sum": np.uint64, "index": np.int64, "verified": np.uint8}) if on_disk else cls.head
+        """On a disk also the checksum of a sample, and its index in the source, but no control words."""
+        if not on_disk:
+            return cls.head
+        return replace(cls.head.plus({"sum": np.uint64, "index": np.int64}), words=_WORDS)
+
+    @classmethod
+    def mend(cls, codec: SampleCodec, segment: Segment, manifest: Manifest, domain: Domain | None = None) -> None:
+        """Do nothing: one job at a time has a file open, and `open` finds the samples of earlier jobs."""
 
     @classmethod
     def _in_segment(cls, segment: Segment, codec: SampleCodec, arc: Arc) -> Store:
         """Open the store in a segment, and reserve its columns, on a disk, too: then there is room for its numbers."""
         segment.reserve(0, layout_of(codec).reserved_bytes(arc.slots, cls._head(segment.on_disk)))
-        return cls(segment, codec, arc)
+        if not segment.on_disk:
+            return cls(segment, codec, arc)
+        size = live_bytes(arc.slots)
+        live = Segment.create(size, reserved=size)
+        try:
+            store = cls(segment, codec, arc, live)
+            store.repair()
+        except BaseException:
+            live.close()
+            raise
+        return store
 
     @staticmethod
     def _identity(layout: Layout, arc: Arc, slot: int) -> tuple[int, ...]:
@@ -162,11 +190,13 @@ class RollingStore(Store):
     # ---- after a crash ----
 
     def repair(self) -> None:
-        """Find the samples of earlier jobs, and their order, while no other process has the store open.
+        """Find the samples of earlier jobs on a disk, and their order, while no other process has the store open.
 
         Verifies the newest sample, and of records each that does not end where the next one begins. The others are
         verified when they are read. All tickets to come are larger than any sound ticket in the file.
         """
+        cast(DiskSync, self._sync).begin_anew()
+        self.segment.store(self.layout.rounds_offset, memoryview(bytes(ROUNDS.size)))
         columns = self.layout.columns
         states = self._slots.generations.copy()
         is_sound = cast(Checksums, self._checksums).is_sound
@@ -183,12 +213,10 @@ class RollingStore(Store):
         now = time.time_ns()
         self._rewrite("state", states * is_found)
         self._rewrite("time", np.where((times > 0) & (times <= now), times, now) * is_found)
-        self._rewrite("verified", np.zeros_like(columns["verified"]))
         if "nbytes" in columns:
             self._rewrite("nbytes", columns["nbytes"] * is_found)
-        for word in Word:
-            if word != Word.PLAN:
-                self._words[word] = words.get(word, 0)
+        for word, number in words.items():
+            self._words[word] = number
 
     def _rewrite(self, name: str, numbers: npt.NDArray[Any]) -> None:
         """Write a column, if it differs. Killed in it, a process leaves old and new numbers, which mend again."""
@@ -197,11 +225,12 @@ class RollingStore(Store):
 
     # ---- storing ----
 
-    def append(self, sample: Any, index: int = -1) -> bool:
+    def append(self, sample: Any, index: int = -1) -> bool | None:
         """Check a sample, and replace the oldest sample by it.
 
         Returns False if it is not stored, because its slot is being written, or because the system refuses to store
-        samples for a while (`refuses`).
+        samples for a while (`refuses`); None if it is left out, because it is larger than what a store may use that has
+        stopped growing.
 
         Args:
             sample: matches the codec.
@@ -215,10 +244,15 @@ class RollingStore(Store):
         contents = self.codec.contents(self.codec.encode(sample, None if index < 0 else index))
         if not self.segment.has_locks:
             raise OSError(errno.ENOLCK, "this system has no locks between processes, or this process no descriptor")
+        nbytes = self.layout.size(contents)
+        if not self._has_room_for(nbytes):
+            return None
         is_stored = False
         try:
             while not (is_stored or self.refuses):
-                slot = self.take(self.layout.size(contents))
+                if self._sync is not None:
+                    self._sync.note_write()
+                slot = self.take(nbytes)
                 if slot is None:
                     break
                 is_stored = self._store_in(slot, contents, index)
@@ -226,7 +260,27 @@ class RollingStore(Store):
             if not self.filled:
                 raise
             self._stop(refused(error, on_disk=self.segment.on_disk))
+        if is_stored and self._sync is not None:
+            self._sync.note()
         return is_stored
+
+    def _has_room_for(self, nbytes: int) -> bool:
+        """Whether a sample can find room. Warns once per node if it could, had the store not stopped growing."""
+        room, needed = self._room, self._room.needed(nbytes)
+        if needed <= room.most:
+            return True
+        sample, most = format_bytes(nbytes), format_bytes(room.most)
+        if needed > room.total:
+            raise ValueError(f"a sample of {sample} is larger than the whole rolling cache of {most}")
+        if not self._has_left_out and self.segment.lock(self.count + 2):  # kept until this process ends
+            log.warning(
+                "a sample of %s is not stored: the rolling cache has stopped growing at %s. Larger samples than that "
+                "are left out",
+                sample,
+                most,
+            )
+        self._has_left_out = True
+        return False
 
     def _store_in(self, slot: int, contents: Sequence[memoryview], index: int) -> bool:
         """Write a sample into a slot that was taken, and release it. Returns False if the store stops growing here."""
@@ -244,25 +298,25 @@ class RollingStore(Store):
 
         Returns None if a writer has the slot, or the turn is not to be had.
         """
-        if self._room.needed(nbytes) > self._room.most:
-            room, sample = format_bytes(self._room.most), format_bytes(nbytes)
-            raise ValueError(f"a sample of {sample} is larger than the whole rolling cache of {room}")
         return self.segment.in_turn(self._take, nbytes)
 
     def _take(self, nbytes: int) -> int | None:
         slots, words = self._slots, self._words
-        slot = self._room.next_slot()
+        turn = int(words[Word.NEXT] % max(self.limit, 1))
+        slot = self._room.next_slot(turn)
         if not slots.lock(slot):
             return None
         is_taken = False
         try:
             if not self._room.make(slot, nbytes):
                 return None
-            if is_complete(slots.states[slot]):
-                words[Word.EVICTED] += 1
+            leaves = slots.is_readable(slot)
             ticket = words[Word.APPENDED] + 1
             words[Word.APPENDED] = ticket
             slots.begin(slot, ticket)
+            words[Word.EVICTED] += leaves
+            if slot == turn:
+                words[Word.NEXT] += 1
             is_taken = True
         finally:
             if not is_taken:
@@ -275,8 +329,7 @@ class RollingStore(Store):
         try:
             if is_whole:
                 slots.numbers("time")[slot] = time.time_ns()
-                fence()
-                slots.states[slot] &= ~1
+                slots.publish(slot, UNVERIFIED if self._sync is None else self._sync.stored_word())
             else:
                 with suppress(OSError):  # as if the writer had been killed
                     slots.drop(slot)
@@ -296,8 +349,7 @@ class RollingStore(Store):
             room.write(slot, contents)
         except OSError as error:
             if not grows:
-                with suppress(OSError):
-                    self._words[Word.HOLES] = 1  # the next sample comes here, and no other leaves for it
+                self._words[Word.HOLES] = 1  # the next sample comes here, and no other leaves for it
                 raise
             return refused(error, on_disk=self.segment.on_disk)
         return None
@@ -329,8 +381,8 @@ class RollingStore(Store):
 
     @property
     def refuses(self) -> bool:
-        """Whether nothing is stored for a while, because the system has just refused a sample."""
-        return self._rests
+        """Whether nothing is stored for a while, because the system has just refused a sample, or lost one."""
+        return self._rests or (self._sync is not None and self._sync.has_failed)
 
     # ---- reading ----
 
@@ -349,22 +401,64 @@ class RollingStore(Store):
     def gather(self, places: Integers, into: Memory, pool: GatherPool = ALONE) -> None:
         """Copy whole rows into the memory of a batch, without waiting for writers."""
         rows: Any = self.layout
+        copies = self.codec.rows(into, len(places))
         slots, seen = self._whole(places)
         rows.gather(slots, into, pool)
-        fence()
-        torn = np.flatnonzero(self._slots.generations.take(slots) != seen)
+        torn = np.flatnonzero(self._are_torn(slots, seen, copies))
         for _ in range(_MOST_TRIES):
             if not len(torn):
                 break
             again, generations = self._whole(slots[torn])
-            for fields, memory in zip(rows.fields, into, strict=True):
-                memory.reshape(len(slots), fields.shape[1])[torn] = fields[again]
-            fence()
+            newer = [fields[again] for fields in rows.fields]
+            for copied, content in zip(copies, newer, strict=True):
+                copied[torn] = content
             seen[torn] = generations
-            torn = torn[self._slots.generations.take(again) != generations]
+            torn = torn[self._are_torn(again, generations, newer)]
         else:
             raise RuntimeError(_TOO_FAST)
         self.renewed += self._count_newer(seen)
+
+    def _are_torn(self, slots: Integers, seen: Integers, copies: Sequence[Any]) -> npt.NDArray[np.bool_]:
+        """Which copies are not the samples that these slots had when they had these generations.
+
+        A copy that may be lost on the disk is compared with its checksum.
+
+        Args:
+            slots: int64 `[samples]`.
+            seen: int64 `[samples]`.
+            copies: uint8 `[samples, nbytes]` per field.
+        """
+        fence()
+        torn: npt.NDArray[np.bool_] = self._slots.generations.take(slots) != seen
+        if self._sync is not None:
+            for number in self._unsafe(slots):
+                torn[number] = torn[number] or not self._check(int(slots[number]), [field[number] for field in copies])
+        return torn
+
+    def _unsafe(self, places: Integers) -> list[int]:
+        """The numbers of those slots whose samples are not safe on the disk. Looked at behind their copies."""
+        words = cast(Any, self._slots.rounds).take(places)
+        unsafe: list[int] = np.flatnonzero((words <= NOTHING) | (words > cast(DiskSync, self._sync).safe_word)).tolist()
+        return unsafe
+
+    def _is_safe(self, slot: int) -> bool:
+        """Whether the disk cannot lose the sample of a slot any more. Looked at behind its copy."""
+        rounds = self._slots.rounds
+        return rounds is None or NOTHING < rounds[slot] <= cast(DiskSync, self._sync).safe_word
+
+    def _check(self, slot: int, contents: Sequence[Any]) -> bool:
+        """Whether the copy of a sample that is not safe is what was stored. A sample that was lost is dropped."""
+        cast(DiskSync, self._sync).note()
+        is_whole = cast(Checksums, self._checksums).is_sum_of(slot, contents)
+        if not is_whole:  # a newer sample may be there
+            self.segment.in_turn(self._doubt, slot)
+            self.is_sound(slot)
+        return is_whole
+
+    def _doubt(self, slot: int) -> None:
+        """In a turn: have a slot with a sample verified before it is read again."""
+        if self._slots.is_readable(slot):
+            self._slots.set_round(slot, UNVERIFIED)
 
     def read(self, places: Integers, lend: Lend | None = None) -> Iterable[Any]:
         """Copy whole samples from these slots, or from others. Records are copied as the caller iterates."""
@@ -377,14 +471,14 @@ class RollingStore(Store):
         records: Any = self.layout
         for _ in range(_MOST_TRIES):
             seen = self._slots.states[place]
-            if is_complete(seen) and (self._checksums is None or self.is_sound(place)):
+            if self.is_sound(place):
                 fence()
                 live = records.record(place)
                 fence()
                 if self._slots.states[place] == seen:  # then begin and size belong to that generation
                     record = memoryview(bytes(live))
                     fence()
-                    if self._slots.states[place] == seen:
+                    if self._slots.states[place] == seen and (self._is_safe(place) or self._check(place, [record])):
                         self.renewed += self._count_newer(np.array([seen]))
                         return record
             place = int(self._random_slots(1)[0])
@@ -393,7 +487,7 @@ class RollingStore(Store):
 
     def readable_slots(self) -> Integers:
         """The slots that can be read now, int64."""
-        return np.flatnonzero(is_complete(self._slots.generations[: self.limit]))
+        return np.flatnonzero(self._slots.are_readable(slice(self.limit)))
 
     def resident(self) -> Integers:
         """The slots with a sample, int64, in rising order. A slot whose sample is being replaced counts, too."""
@@ -404,26 +498,28 @@ class RollingStore(Store):
 
     def is_sound(self, slot: int) -> bool:
         """Whether the sample of a slot can be read. A damaged sample of an earlier job is dropped."""
-        generation = self._slots.states[slot]
-        checksums = self._checksums
-        if checksums is None or generation > 2 * self._words[Word.BEFORE] or not is_complete(generation):
-            return bool(is_complete(generation))
-        verified = self._slots.numbers("verified")
-        if verified[slot]:
+        slots, sync = self._slots, self._sync
+        generation = slots.states[slot]
+        if not slots.is_readable(slot):
+            return False
+        if slots.rounds is None or slots.rounds[slot] != UNVERIFIED:
             return True
-        is_sound = checksums.is_sound(slot)
-        with suppress(OSError):  # a full disk: it is verified again
-            if is_sound:
-                verified[slot] = 1  # right for a newer sample of the slot, too: this job has written it
-            else:
-                self.segment.in_turn(self._drop_damaged, slot, generation)
+        word = cast(DiskSync, sync).verified_word()  # before it is read
+        is_sound = cast(Checksums, self._checksums).is_sound(slot)
+        with suppress(OSError):  # a full disk
+            self.segment.in_turn(self._note_verified, slot, generation, word if is_sound else NOTHING)
         return is_sound
 
-    def _drop_damaged(self, slot: int, generation: int) -> None:
-        """In a turn: drop a damaged sample, unless another one has its slot by now."""
-        if self._slots.states[slot] == generation:
-            self._slots.drop(slot)
+    def _note_verified(self, slot: int, generation: int, word: int | None) -> None:
+        """In a turn: give the sample of a slot a round, or drop it if it is damaged, unless another one came."""
+        if self._slots.states[slot] != generation:
+            return
+        if word == NOTHING:
             self._words[Word.HOLES] = 1
+            self._slots.set_round(slot, NOTHING)  # a disk may refuse the rest
+            self._slots.drop(slot)
+        elif word is not None:
+            self._slots.set_round(slot, word)
 
     def slots_by_index(self, length: int) -> Integers:
         """The slot of each index of a source, int64 `[length]`, or NO_PLACE; known on a disk only."""
@@ -436,8 +532,7 @@ class RollingStore(Store):
 
     def begin_epoch(self) -> None:
         """Begin an epoch: samples that come from now on are newer than the epoch."""
-        with suppress(OSError):  # a full disk: only `renewed` is wrong
-            self._words[Word.EPOCH] = self._words[Word.APPENDED]
+        self._words[Word.EPOCH] = self._words[Word.APPENDED]
 
     def _count_newer(self, generations: Integers) -> int:
         """Number of samples that came after the epoch had begun."""
@@ -460,9 +555,10 @@ class RollingStore(Store):
     def _are_sound(self, slots: Integers, generations: Integers) -> npt.NDArray[np.bool_]:
         """Which of these slots, with these generations, have a sample that can be read."""
         sound: npt.NDArray[np.bool_] = is_complete(generations)
-        if self._checksums is not None:
-            found = sound & (generations <= 2 * self._words[Word.BEFORE])
-            for number in np.flatnonzero(found & (self.layout.columns["verified"].take(slots) == 0)).tolist():
+        if (rounds := self._slots.rounds) is not None:
+            words = rounds.take(slots)
+            sound &= words != NOTHING
+            for number in np.flatnonzero(sound & (words == UNVERIFIED)).tolist():
                 sound[number] = self.is_sound(int(slots[number]))
         return sound
 
@@ -470,7 +566,7 @@ class RollingStore(Store):
         """Random slots that can be read now."""
         # A few random slots: a look at a hundred thousand slots takes half a millisecond.
         slots = self._chance.integers(0, self.count, 64 + 8 * count)
-        slots = slots[is_complete(self._slots.generations.take(slots))]
+        slots = slots[self._slots.are_readable(slots)]
         if len(slots) < count:
             for seconds in poll(pause=0.001):
                 if len(slots := self.readable_slots()):
@@ -544,24 +640,30 @@ class RollingStore(Store):
         Returns:
             Whether the fillers cannot go on, because the last job had another plan.
         """
-        words = self._words
-        is_equal = words[Word.PLAN] == plan
-        is_other = goes_on and not is_equal and words[Word.PLAN] != 0
+        words = self.layout.numbers
+        is_equal = words[_PLAN] == plan
+        is_other = goes_on and not is_equal and words[_PLAN] != 0
         with suppress(OSError):  # a full disk
             if not (goes_on and is_equal):
                 for filler in filter(self.drawn, range(FILLERS)):
                     words[_DRAWN + filler] = 0
-            words[Word.PLAN] = plan
+            words[_PLAN] = plan
         return is_other
 
     def drawn(self, filler: int) -> int:
         """The number of samples that a filler has drawn; of a stream, since its beginning."""
-        return int(self._words[_DRAWN + filler])
+        return int(self.layout.numbers[_DRAWN + filler])
 
     def note_drawn(self, filler: int, count: int) -> None:
         """Note how many samples a filler has drawn, on a disk for the next job, too."""
         with suppress(OSError):  # a full disk: some are drawn again
-            self._words[_DRAWN + filler] = count
+            self.layout.numbers[_DRAWN + filler] = count
+
+    def close(self) -> None:
+        """Close the store in this process."""
+        super().close()
+        if self._companion is not None:
+            self._companion.close()
 
     def drop_views(self) -> None:
         """Stop using the segment, which stays open."""

@@ -69,10 +69,9 @@ class SlotRoom:
         """How much a sample of `nbytes` needs."""
         return 1
 
-    def next_slot(self) -> int:
-        """The slot whose turn is next. If that slot has a sample and another one is empty: the empty slot."""
+    def next_slot(self, turn: int) -> int:
+        """The slot for the next sample: the slot whose turn it is, or, if that has a sample, an empty slot."""
         slots, words = self._slots, self._slots.words
-        turn = int(words[Word.NEXT] % max(self.limit, 1))
         if words[Word.HOLES] and is_complete(slots.states[turn]):
             times = self._layout.columns["time"]
             is_empty = ~is_complete(slots.generations[: self.limit]) & (times[: self.limit] == 0)
@@ -87,8 +86,6 @@ class SlotRoom:
         words = self._slots.words
         if slot == 0 and words[Word.NEXT]:
             words[Word.LAPPED] = 1
-        if slot == words[Word.NEXT] % max(self.limit, 1):
-            words[Word.NEXT] += 1
         return True
 
     def takes_memory(self, slot: int) -> bool:
@@ -169,9 +166,9 @@ class RunRoom:
         """How much a sample of `nbytes` needs."""
         return aligned(nbytes)
 
-    def next_slot(self) -> int:
-        """The slot whose turn is next."""
-        return int(self._slots.words[Word.NEXT] % self._slots.count)
+    def next_slot(self, turn: int) -> int:
+        """The slot for the next sample, given the slot whose turn it is."""
+        return turn
 
     def make(self, slot: int, nbytes: int) -> bool:
         """Find bytes for the record of a locked slot, and end the samples that lie there. In a turn.
@@ -194,7 +191,6 @@ class RunRoom:
         self._begins[slot] = self._layout.begin + begin
         self._sizes[slot] = nbytes
         words[Word.END] = begin + need
-        words[Word.NEXT] += 1
         return True
 
     def _free(self, begin: int, end: int, slot: int) -> bool:
