@@ -13,12 +13,10 @@ drawn. A writer
 
     [turn: next slot, its byte locked, generation odd] > bytes written > fence > generation even > byte unlocked
 
-and a reader looks at the generation, fences, copies, fences and looks again. If the generation is the same even number,
-the copy is whole (a seqlock; Lameter, "Effective Synchronization on Linux/NUMA Systems", 2005). Readers take no lock
-and wait for no writer. What changed during the copy is copied again, and another slot is read in place of a slot that
-is being written. So another sample replaces a sample that leaves during an epoch: all are draws from one source, and
-the number of batches stays. Between the odd generation and the bytes is a system call, which no store instruction
-crosses.
+and a reader (`rolling_reader`) looks at the generation, fences, copies, fences and looks again (a seqlock; Lameter,
+"Effective Synchronization on Linux/NUMA Systems", 2005). Readers take no lock and wait for no writer. Another sample
+replaces a sample that leaves during an epoch: all are draws from one source, and the number of batches stays. Between
+the odd generation and the bytes is a system call, which no store instruction crosses.
 
 A slot that is still being written is never taken over: the next writer tries again. A killed writer leaves an odd
 generation, which readers skip. The kernel frees its lock, and writers take that slot again when its turn comes.
@@ -31,13 +29,8 @@ numbers are written through the file. A reader may see such a number when only s
 last bit of a generation is set before the others are written and cleared after them, each time without a change of
 another byte. Each slot also has the index of its sample in the source (-1: unknown) and a checksum (`checksums`), which
 covers the ticket and the index, too. The process that opens the file (`repair`) finds the order of the samples from
-their columns alone, because after a power cut any page may be old. A sample of an earlier job is verified before its
-first read, and dropped if it is damaged.
-
-The disk may lose what it has taken (`disk_sync`). So a copy is compared with its checksum until its sample is safe: a
-sync has succeeded that began after the sample was stored or verified. A reader looks at the round of a slot after its
-copy. A sample that was lost is dropped, and another one is served in its place. After a sync that has failed nothing is
-stored any more. Control words and rounds lie in memory (`rolling_slots`), so they cannot be lost.
+their columns alone, because after a power cut any page may be old. After a sync that has failed nothing is stored any
+more.
 
 When memory ends while the store grows, it stops growing, with one warning per node, and rolls within the memory that it
 has. Where the system refuses a sample otherwise (a full disk that copies on write refuses each write), the writer goes
@@ -66,14 +59,14 @@ from lightning_stocache.cache.gather_pool import ALONE, GatherPool
 from lightning_stocache.cache.layout import ONCE, ROLLING, Head, Layout, is_complete, layout_of
 from lightning_stocache.cache.placement import Arc, Domain, Integers
 from lightning_stocache.cache.records import SampleCodec
+from lightning_stocache.cache.rolling_reader import RollingReader
 from lightning_stocache.cache.rolling_room import Room, room_for
-from lightning_stocache.cache.rolling_slots import NOTHING, UNVERIFIED, RollingSlots, Word, live_bytes
+from lightning_stocache.cache.rolling_slots import UNVERIFIED, RollingSlots, Word, live_bytes
 from lightning_stocache.cache.shortage import refused
 from lightning_stocache.cache.store import NO_PLACE, RETRY_SECONDS, Store
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.node.files import HEADER_BYTES, Backend, Manifest
-from lightning_stocache.node.processes import poll
-from lightning_stocache.node.segment import Segment, fence
+from lightning_stocache.node.segment import Segment
 
 __all__ = ["FILLERS", "RollingStore"]
 
@@ -87,9 +80,6 @@ _PLAN = ONCE.words
 _DRAWN = _PLAN + 1
 _WORDS = _DRAWN + FILLERS  # the first control word of a store in memory
 _LATEST = 1 << 60  # generations above are damaged
-
-_MOST_TRIES = 1000  # then the writers are faster than any copy
-_TOO_FAST = "a rolling cache is overwritten faster than it can be read: give it a larger budget, or fewer fillers"
 
 
 class RollingStore(Store):
@@ -119,9 +109,8 @@ class RollingStore(Store):
         if segment.on_disk:
             self._sync = DiskSync(segment, self.layout.rounds_offset)
         self._room: Room = room_for(codec)(segment, cast(Any, self.layout), self._slots)
-        self.renewed = self.substituted = 0  # samples that were read: newer than the epoch; in place of others
+        self._reader = RollingReader(segment, self.layout, self._slots, self._room, self._checksums, self._sync)
         self._has_left_out = False  # a sample, since the store has stopped growing
-        self._chance = np.random.default_rng()
 
     @classmethod
     def empty(
@@ -269,9 +258,9 @@ class RollingStore(Store):
         room, needed = self._room, self._room.needed(nbytes)
         if needed <= room.most:
             return True
-        sample, most = format_bytes(nbytes), format_bytes(room.most)
+        sample, most, total = map(format_bytes, (nbytes, room.most, room.total))
         if needed > room.total:
-            raise ValueError(f"a sample of {sample} is larger than the whole rolling cache of {most}")
+            raise ValueError(f"a sample of {sample} is larger than the whole rolling cache of {total}")
         if not self._has_left_out and self.segment.lock(self.count + 2):  # kept until this process ends
             log.warning(
                 "a sample of %s is not stored: the rolling cache has stopped growing at %s. Larger samples than that "
@@ -400,94 +389,31 @@ class RollingStore(Store):
 
     def gather(self, places: Integers, into: Memory, pool: GatherPool = ALONE) -> None:
         """Copy whole rows into the memory of a batch, without waiting for writers."""
-        rows: Any = self.layout
-        copies = self.codec.rows(into, len(places))
-        slots, seen = self._whole(places)
-        rows.gather(slots, into, pool)
-        torn = np.flatnonzero(self._are_torn(slots, seen, copies))
-        for _ in range(_MOST_TRIES):
-            if not len(torn):
-                break
-            again, generations = self._whole(slots[torn])
-            newer = [fields[again] for fields in rows.fields]
-            for copied, content in zip(copies, newer, strict=True):
-                copied[torn] = content
-            seen[torn] = generations
-            torn = torn[self._are_torn(again, generations, newer)]
-        else:
-            raise RuntimeError(_TOO_FAST)
-        self.renewed += self._count_newer(seen)
-
-    def _are_torn(self, slots: Integers, seen: Integers, copies: Sequence[Any]) -> npt.NDArray[np.bool_]:
-        """Which copies are not the samples that these slots had when they had these generations.
-
-        A copy that may be lost on the disk is compared with its checksum.
-
-        Args:
-            slots: int64 `[samples]`.
-            seen: int64 `[samples]`.
-            copies: uint8 `[samples, nbytes]` per field.
-        """
-        fence()
-        torn: npt.NDArray[np.bool_] = self._slots.generations.take(slots) != seen
-        if self._sync is not None:
-            for number in self._unsafe(slots):
-                torn[number] = torn[number] or not self._check(int(slots[number]), [field[number] for field in copies])
-        return torn
-
-    def _unsafe(self, places: Integers) -> list[int]:
-        """The numbers of those slots whose samples are not safe on the disk. Looked at behind their copies."""
-        words = cast(Any, self._slots.rounds).take(places)
-        unsafe: list[int] = np.flatnonzero((words <= NOTHING) | (words > cast(DiskSync, self._sync).safe_word)).tolist()
-        return unsafe
-
-    def _is_safe(self, slot: int) -> bool:
-        """Whether the disk cannot lose the sample of a slot any more. Looked at behind its copy."""
-        rounds = self._slots.rounds
-        return rounds is None or NOTHING < rounds[slot] <= cast(DiskSync, self._sync).safe_word
-
-    def _check(self, slot: int, contents: Sequence[Any]) -> bool:
-        """Whether the copy of a sample that is not safe is what was stored. A sample that was lost is dropped."""
-        cast(DiskSync, self._sync).note()
-        is_whole = cast(Checksums, self._checksums).is_sum_of(slot, contents)
-        if not is_whole:  # a newer sample may be there
-            self.segment.in_turn(self._doubt, slot)
-            self.is_sound(slot)
-        return is_whole
-
-    def _doubt(self, slot: int) -> None:
-        """In a turn: have a slot with a sample verified before it is read again."""
-        if self._slots.is_readable(slot):
-            self._slots.set_round(slot, UNVERIFIED)
+        self._reader.gather(places, into, self.codec.rows(into, len(places)), pool)
 
     def read(self, places: Integers, lend: Lend | None = None) -> Iterable[Any]:
         """Copy whole samples from these slots, or from others. Records are copied as the caller iterates."""
         if self.codec.is_fixed:
             return super().read(places, lend)
-        return (self.codec.decode(self._record(place), lend) for place in places.tolist())
-
-    def _record(self, place: int) -> memoryview:
-        """Copy a whole record from this slot, or from another resident slot."""
-        records: Any = self.layout
-        for _ in range(_MOST_TRIES):
-            seen = self._slots.states[place]
-            if self.is_sound(place):
-                fence()
-                live = records.record(place)
-                fence()
-                if self._slots.states[place] == seen:  # then begin and size belong to that generation
-                    record = memoryview(bytes(live))
-                    fence()
-                    if self._slots.states[place] == seen and (self._is_safe(place) or self._check(place, [record])):
-                        self.renewed += self._count_newer(np.array([seen]))
-                        return record
-            place = int(self._random_slots(1)[0])
-            self.substituted += 1
-        raise RuntimeError(_TOO_FAST)
+        return (self.codec.decode(self._reader.record(place), lend) for place in places.tolist())
 
     def readable_slots(self) -> Integers:
         """The slots that can be read now, int64."""
-        return np.flatnonzero(self._slots.are_readable(slice(self.limit)))
+        return self._reader.readable_slots()
+
+    def is_sound(self, slot: int) -> bool:
+        """Whether the sample of a slot can be read. A damaged sample of an earlier job is dropped."""
+        return self._reader.is_sound(slot)
+
+    @property
+    def renewed(self) -> int:
+        """Number of samples that this process has read that were newer than the epoch."""
+        return self._reader.renewed
+
+    @property
+    def substituted(self) -> int:
+        """Number of samples that this process has read in place of others that could not be read."""
+        return self._reader.substituted
 
     def resident(self) -> Integers:
         """The slots with a sample, int64, in rising order. A slot whose sample is being replaced counts, too."""
@@ -495,31 +421,6 @@ class RollingStore(Store):
         is_replaced = (generations & 1 == 1) & (self.layout.columns["time"][: self.limit] > 0)
         resident: Integers = np.flatnonzero(is_complete(generations) | is_replaced)
         return resident
-
-    def is_sound(self, slot: int) -> bool:
-        """Whether the sample of a slot can be read. A damaged sample of an earlier job is dropped."""
-        slots, sync = self._slots, self._sync
-        generation = slots.states[slot]
-        if not slots.is_readable(slot):
-            return False
-        if slots.rounds is None or slots.rounds[slot] != UNVERIFIED:
-            return True
-        word = cast(DiskSync, sync).verified_word()  # before it is read
-        is_sound = cast(Checksums, self._checksums).is_sound(slot)
-        with suppress(OSError):  # a full disk
-            self.segment.in_turn(self._note_verified, slot, generation, word if is_sound else NOTHING)
-        return is_sound
-
-    def _note_verified(self, slot: int, generation: int, word: int | None) -> None:
-        """In a turn: give the sample of a slot a round, or drop it if it is damaged, unless another one came."""
-        if self._slots.states[slot] != generation:
-            return
-        if word == NOTHING:
-            self._words[Word.HOLES] = 1
-            self._slots.set_round(slot, NOTHING)  # a disk may refuse the rest
-            self._slots.drop(slot)
-        elif word is not None:
-            self._slots.set_round(slot, word)
 
     def slots_by_index(self, length: int) -> Integers:
         """The slot of each index of a source, int64 `[length]`, or NO_PLACE; known on a disk only."""
@@ -533,50 +434,6 @@ class RollingStore(Store):
     def begin_epoch(self) -> None:
         """Begin an epoch: samples that come from now on are newer than the epoch."""
         self._words[Word.EPOCH] = self._words[Word.APPENDED]
-
-    def _count_newer(self, generations: Integers) -> int:
-        """Number of samples that came after the epoch had begun."""
-        return int(np.count_nonzero(generations > 2 * self._words[Word.EPOCH]))
-
-    def _whole(self, slots: Integers) -> tuple[Integers, Integers]:
-        """These slots, with readable slots in place of those that cannot be read now, and their generations."""
-        generations = self._slots.generations.take(slots)
-        whole = self._are_sound(slots, generations)
-        if not whole.all():
-            slots = slots.copy()
-            while len(missing := np.flatnonzero(~whole)):
-                slots[missing] = self._random_slots(len(missing))
-                generations[missing] = self._slots.generations.take(slots[missing])
-                whole = self._are_sound(slots, generations)
-                self.substituted += len(missing)
-        fence()
-        return slots, generations
-
-    def _are_sound(self, slots: Integers, generations: Integers) -> npt.NDArray[np.bool_]:
-        """Which of these slots, with these generations, have a sample that can be read."""
-        sound: npt.NDArray[np.bool_] = is_complete(generations)
-        if (rounds := self._slots.rounds) is not None:
-            words = rounds.take(slots)
-            sound &= words != NOTHING
-            for number in np.flatnonzero(sound & (words == UNVERIFIED)).tolist():
-                sound[number] = self.is_sound(int(slots[number]))
-        return sound
-
-    def _random_slots(self, count: int) -> Integers:
-        """Random slots that can be read now."""
-        # A few random slots: a look at a hundred thousand slots takes half a millisecond.
-        slots = self._chance.integers(0, self.count, 64 + 8 * count)
-        slots = slots[self._slots.are_readable(slots)]
-        if len(slots) < count:
-            for seconds in poll(pause=0.001):
-                if len(slots := self.readable_slots()):
-                    break
-                if seconds or not self.appended + self.found:  # at first, writers may have all slots
-                    raise RuntimeError(
-                        "the rolling cache is empty: no sample has been appended yet, or all are being written"
-                    )
-            slots = slots[self._chance.integers(0, len(slots), count)]
-        return slots[:count]
 
     # ---- size ----
 
