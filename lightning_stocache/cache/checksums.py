@@ -47,7 +47,7 @@ class Checksums:
         layout: the layout of the store, with a column `sum`, which it fills from now on.
         identity: given a slot, the numbers of its sample that the checksum covers (the index; if the store rolls, the
             ticket, too).
-        sync: makes samples safe; a rolling store has none.
+        sync: gives verified slots their words; a rolling store has its own.
 
     Raises:
         ImportError: xxhash is not installed; the message says how to get it.

@@ -137,7 +137,11 @@ class DiskSync:
             self._rounds[_WRITTEN] = 1
 
     def stored_word(self) -> int:
-        """The word of a slot whose sample is stored now. Call it in a turn."""
+        """The word of a slot whose sample is stored now.
+
+        Without the turn the number of the last round may be set back, so the sync at the end of an epoch may be left
+        out.
+        """
         number = self._rounds[_BEGUN] + 1
         if self._rounds[_STORED] != number:
             self._rounds[_STORED] = number

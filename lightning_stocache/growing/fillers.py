@@ -222,7 +222,7 @@ def _fill(
         try:
             sample = draw.load()
             notes[_SINCE], task = 0, "store"
-            while not store.append(sample, draw.index):
+            while (is_stored := store.append(sample, draw.index)) is False:
                 if notes[_STOP]:
                     return
                 time.sleep(0.001)  # the next slot is still being written, or the system refuses samples for a while
@@ -243,5 +243,5 @@ def _fill(
             if ends:
                 return
         else:
-            notes[_APPENDED] += 1
+            notes[_APPENDED] += is_stored is True
             in_a_row = 0

@@ -47,14 +47,15 @@ class RollingWriter:
     def append(self, sample: Any, index: int = -1) -> None:
         """Store a sample. When the budget is full, it replaces the oldest sample.
 
-        While the system refuses to store samples (a full disk), they are not stored, with one warning.
+        While the system refuses to store samples (a full disk), they are not stored, with one warning. Nor is a sample
+        that is larger than a cache that has stopped growing.
 
         Args:
             sample: matches the first samples of the cache.
             index: of the sample in its source, for messages, and on a disk for the next job; -1 without one.
         """
         for seconds in poll(pause=0.001):
-            if self._store.append(sample, index) or self._store.refuses:
+            if self._store.append(sample, index) is not False or self._store.refuses:
                 return
             if seconds:
                 words = "all are being written, or a process that writes is stopped"

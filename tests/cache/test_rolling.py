@@ -22,7 +22,9 @@ import torch
 
 from lightning_stocache.cache.codec import SampleMismatchError
 from lightning_stocache.cache.rolling import RollingStore
+from lightning_stocache.cache.shortage import Shortage
 from lightning_stocache.cache.store import StoreHandle
+from lightning_stocache.growing.rolling_writer import RollingWriter
 from lightning_stocache.node.segment import Segment
 from tests.cache.stores import (
     HEADER_BYTES,
@@ -340,6 +342,27 @@ def test_a_full_disk_ends_no_training(layout: str, samples: int, filesystem: str
     last, lines = full_disk(append_until_full, layout, samples, copies_on_write, filesystem=filesystem, mib=mib)
     assert len(lines) == (copies_on_write or samples == 1000)
     assert (last < 299) == copies_on_write
+
+
+def test_a_store_that_has_stopped_growing_leaves_larger_samples_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """One warning; others are stored, and writers do not wait. What is larger than the budget is an error."""
+    with closing(RollingDisk(tmp_path, "records", 100).open()) as store:
+        append(store, range(30))
+        monkeypatch.setattr(Shortage, "comes_with", lambda shortage, nbytes: "no room")
+        append(store, range(30, 33))
+        larger = {"number": 33, "words": torch.full((store.granted_bytes // 16,), ~33)}
+        before = resident(store)
+        caplog.clear()
+        RollingWriter(store).append(larger, 33)
+        assert store.append(larger, 33) is None
+        assert resident(store) == before
+        [warning] = warnings(caplog)
+        assert "Larger samples than that are left out" in warning
+        append(store, range(34, 36))
+        with pytest.raises(ValueError, match="larger than the whole rolling cache"):
+            store.append({"number": 36, "words": torch.zeros(store.granted_bytes)})
 
 
 def test_a_block_that_cannot_be_read_is_no_error(disk: RollingDisk, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,302 @@
+"""The room that the samples of a rolling store take in turns: slots of rows, bytes of records.
+
+Rows: each slot has its row, and the slots take turns. Of rows in memory, the first sample of a slot is written through
+the file, where a lack of memory is an error. Later samples are copied through the mapping, whose pages exist by then:
+writes through the file exclude each other (two writers of rows of 1 MiB reach 4.3 GB/s each through the file, and 10
+GB/s through the mapping).
+
+Records lie one behind the other in the run of bytes. A record that does not fit at the end begins at the beginning
+again. A writer that takes a slot first ends the samples whose bytes it needs, the oldest first, in its turn. Records
+are always written through the file, because the gap of a killed writer has no memory yet.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from lightning_stocache.cache.codec import Codec, aligned
+from lightning_stocache.cache.head import Head, is_complete
+from lightning_stocache.cache.layout_records import KNOWN, Records
+from lightning_stocache.cache.layout_rows import Rows
+from lightning_stocache.cache.rolling_slots import RollingSlots, Word
+from lightning_stocache.node.segment import Segment
+
+__all__ = ["Room", "RunRoom", "SlotRoom", "room_for"]
+
+_SMALLER = 4  # there are slots enough for records that are this much smaller than expected
+
+Order = tuple[list[int], dict[Word, int]]
+"""Slots with samples, newest first, and the control words with which the next writer goes on."""
+
+
+class SlotRoom:
+    """Room for rows, which is measured in slots."""
+
+    def __init__(self, segment: Segment, layout: Rows, slots: RollingSlots) -> None:
+        self._layout, self._slots = layout, slots
+        self._maps = not segment.on_disk
+        self.total = slots.count
+
+    @staticmethod
+    def slot_bytes(codec: Any, head: Head) -> int:
+        """Bytes of a sample with its columns."""
+        return int(codec.nbytes + head.slot_bytes)
+
+    @staticmethod
+    def fit(codec: Any, count: int, granted: int, most: int, head: Head) -> tuple[int, int]:
+        """The number of slots in at most `most` bytes, and the bytes for records, which do not matter."""
+        most -= aligned(1) * len(codec.row_bytes) + 1  # wasted by alignment, and the byte that no write reaches
+        return min(count, max(most, 0) // SlotRoom.slot_bytes(codec, head)), granted
+
+    @property
+    def most(self) -> int:
+        """How much the store may use."""
+        return int(self._slots.words[Word.MOST]) or self.total
+
+    @property
+    def limit(self) -> int:
+        """Number of slots for which there is memory, as far as that is known."""
+        return self.most
+
+    def capacity(self, expected: int) -> int:
+        """Number of samples for which there is room."""
+        return self.limit
+
+    def needed(self, nbytes: int) -> int:
+        """How much a sample of `nbytes` needs."""
+        return 1
+
+    def next_slot(self, turn: int) -> int:
+        """The slot for the next sample: the slot whose turn it is, or, if that has a sample, an empty slot."""
+        slots, words = self._slots, self._slots.words
+        if words[Word.HOLES] and is_complete(slots.states[turn]):
+            times = self._layout.columns["time"]
+            is_empty = ~is_complete(slots.generations[: self.limit]) & (times[: self.limit] == 0)
+            holes = np.flatnonzero(is_empty).tolist()
+            if not holes:
+                words[Word.HOLES] = 0
+            return next(itertools.filterfalse(slots.is_being_written, holes), turn)
+        return turn
+
+    def make(self, slot: int, nbytes: int) -> bool:
+        """Make room for the sample of a locked slot. In a turn. Returns False while another writer has that room."""
+        words = self._slots.words
+        if slot == 0 and words[Word.NEXT]:
+            words[Word.LAPPED] = 1
+        return True
+
+    def takes_memory(self, slot: int) -> bool:
+        """Whether writing a sample into a slot may take memory."""
+        return not self._maps or not self._layout.columns["time"][slot]  # it had no sample before
+
+    def write(self, slot: int, contents: Sequence[memoryview]) -> None:
+        """Write a sample into its room. Raises OSError if the system refuses it."""
+        if self.takes_memory(slot):
+            self._layout.write([slot], [contents])
+            return
+        for rows, content in zip(self._layout.fields, contents, strict=True):
+            rows[slot] = np.frombuffer(content, dtype=np.uint8)
+
+    def before(self, slot: int) -> int:
+        """How much room lies before that of a slot."""
+        return slot
+
+    def limit_to(self, most: int) -> None:
+        """Use only so much room from now on. In a turn."""
+        words = self._slots.words
+        if most < self.most:
+            words[Word.MOST] = most
+            words[Word.NEXT] = 0
+            words[Word.LAPPED] = 1
+
+    def in_order(self, newest_first: Sequence[int], is_sound: Callable[[int], bool]) -> Order:
+        """The slots of a job before, and where the next writer goes on."""
+        count = self.total
+        newest = newest_first[0] if newest_first else -1
+        is_full = (newest + 1) % count in newest_first  # up to the oldest sample
+        words = {
+            Word.NEXT: newest_first[-1] if is_full else newest + 1,
+            Word.LAPPED: int(is_full or max(newest_first, default=-1) > newest),
+            Word.HOLES: int(len(newest_first) < count),
+        }
+        return list(newest_first), words
+
+
+class RunRoom:
+    """Room for records, which is measured in bytes of their run."""
+
+    def __init__(self, segment: Segment, layout: Records, slots: RollingSlots) -> None:
+        self._segment, self._layout, self._slots = segment, layout, slots
+        self.total = layout.end - layout.begin
+        self._begins, self._sizes = slots.numbers("begin"), slots.numbers("nbytes")
+
+    @staticmethod
+    def slot_bytes(codec: Any, head: Head) -> int:
+        """Bytes of a sample of the expected size with its columns."""
+        return int(aligned(codec.nbytes) + head.of_records.slot_bytes)
+
+    @staticmethod
+    def fit(codec: Any, count: int, granted: int, most: int, head: Head) -> tuple[int, int]:
+        """The number of slots, and the bytes for records, in at most `most` bytes."""
+        granted, columns = min(granted, most), head.of_records
+        return max(granted // (codec.nbytes // _SMALLER + columns.slot_bytes), 8), granted
+
+    @property
+    def most(self) -> int:
+        """How much the store may use."""
+        return int(self._slots.words[Word.MOST]) or self.total
+
+    @property
+    def limit(self) -> int:
+        """Number of slots for which there is memory, as far as that is known."""
+        return self._slots.count
+
+    def capacity(self, expected: int) -> int:
+        """Number of samples for which there is room, if the next are as large as those before, or as expected."""
+        live, words = self._live, self._slots.words
+        if live and words[Word.LAPPED]:
+            return live
+        mean = words[Word.END] / live if live >= KNOWN else aligned(max(expected, 1))
+        return max(min(int(self.most / max(mean, 1)), self._slots.count), 1)
+
+    def needed(self, nbytes: int) -> int:
+        """How much a sample of `nbytes` needs."""
+        return aligned(nbytes)
+
+    def next_slot(self, turn: int) -> int:
+        """The slot for the next sample, given the slot whose turn it is."""
+        return turn
+
+    def make(self, slot: int, nbytes: int) -> bool:
+        """Find bytes for the record of a locked slot, and end the samples that lie there. In a turn.
+
+        Returns False while another writer has that room.
+        """
+        words, need = self._slots.words, aligned(nbytes)
+        begin, size = words[Word.END], self.most
+        if need > size:
+            return False
+        if begin + need > size:
+            if not self._free(begin, max(size, begin), slot):
+                return False
+            begin = words[Word.END] = 0
+            words[Word.LAPPED] = 1
+        if not self._free(begin, begin + need, slot):
+            return False
+        if self._live == self._slots.count and not self._end_oldest(slot):  # the oldest sample is in this very slot
+            return False
+        self._begins[slot] = self._layout.begin + begin
+        self._sizes[slot] = nbytes
+        words[Word.END] = begin + need
+        return True
+
+    def _free(self, begin: int, end: int, slot: int) -> bool:
+        """End the oldest samples until no sample lies in these bytes, or behind the end of the run."""
+        begins, sizes = self._begins, self._sizes
+        while self._live:
+            oldest = self._oldest
+            first = begins[oldest] - self._layout.begin
+            last = first + aligned(sizes[oldest])
+            is_outside = first >= end or last <= begin
+            if sizes[oldest] and is_outside and last <= self.most:
+                return True
+            if not self._end_oldest(slot):
+                return False
+        return True
+
+    def _end_oldest(self, mine: int) -> bool:
+        """Drop the oldest sample. Returns False if a writer of another slot than `mine` is still writing it."""
+        slots, slot = self._slots, self._oldest
+        generation = slots.states[slot]
+        if generation & 1 and slot != mine and slots.is_being_written(slot):
+            return False
+        if is_complete(generation):
+            slots.words[Word.EVICTED] += 1
+        slots.drop(slot)
+        slots.words[Word.TAIL] += 1
+        return True
+
+    @property
+    def _oldest(self) -> int:
+        """The slot of the oldest sample."""
+        return int(self._slots.words[Word.TAIL] % self._slots.count)
+
+    @property
+    def _live(self) -> int:
+        """Number of slots with bytes. It follows from two counts, because a writer may be killed between two steps."""
+        return int(self._slots.words[Word.NEXT] - self._slots.words[Word.TAIL])
+
+    def takes_memory(self, slot: int) -> bool:
+        """Whether writing a sample into a slot may take memory."""
+        return True
+
+    def write(self, slot: int, contents: Sequence[memoryview]) -> None:
+        """Write a sample into its room. Raises OSError if the system refuses it."""
+        begin = self._layout.begin_of(slot)
+        self._segment.store(begin, *contents)
+        self._layout.seal(slot, begin, self._layout.size(contents), contents)
+
+    def before(self, slot: int) -> int:
+        """How much room lies before that of a slot."""
+        return int(self._begins[slot] - self._layout.begin)
+
+    def limit_to(self, most: int) -> None:
+        """Use only so much room from now on. In a turn."""
+        if most < self.most:
+            self._slots.words[Word.MOST] = most
+
+    def in_order(self, newest_first: Sequence[int], is_sound: Callable[[int], bool]) -> Order:
+        """The records that lie one before the other in the run, and whose slots do, so that no two overlap.
+
+        From the newest on, first the records before it, then those above it, which the run has not reached again:
+
+            begin of the run | older <- older <- newest | free | oldest <- older <- older | end of the run
+                           floor                low    top   then floor                 low
+
+        Returns:
+            The slots of these records, newest first, and where the next writer goes on.
+        """
+        begins, sizes = self._layout.columns["begin"], self._layout.columns["nbytes"]
+        start, count = self._layout.begin, self._slots.count
+        found: list[int] = []
+        low = top = floor = start
+        for slot in newest_first:
+            begin = int(begins[slot])
+            end = begin + aligned(int(sizes[slot]))
+            if not found:
+                found.append(slot)
+                low, top = begin, end
+                continue
+            is_above = floor == start and begin >= top
+            is_before = floor <= begin <= end <= low
+            is_next = is_before and end == low
+            is_later_slot = (found[0] - slot) % count <= (found[0] - found[-1]) % count  # a damaged ticket
+            if is_later_slot or not (is_next or ((is_before or is_above) and is_sound(slot))):
+                continue
+            found.append(slot)
+            low = begin
+            if is_above:
+                floor = top
+        if not found:
+            return found, {}
+        following = found[0] + 1 + count
+        words = {
+            Word.NEXT: following,
+            Word.TAIL: following - 1 - (found[0] - found[-1]) % count,
+            Word.END: top - start,
+            Word.LAPPED: int(floor == top),
+        }
+        return found, words
+
+
+Room = SlotRoom | RunRoom
+"""Room for samples of a kind."""
+
+
+def room_for(codec: Codec) -> type[SlotRoom] | type[RunRoom]:
+    """The kind of room for samples of a codec."""
+    return SlotRoom if codec.is_fixed else RunRoom

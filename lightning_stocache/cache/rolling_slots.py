@@ -1,0 +1,140 @@
+"""The slots of a rolling store: the generation of each, who writes it, and whether its sample is safe (`rolling`).
+
+On a disk the control words and the rounds of slots lie in memory that the processes of the job share (`live_bytes`),
+because a disk may lose what it has taken: then a page has what it had before, and a slot the generation of a sample
+that was overwritten since. So a slot that a writer takes loses its round first, and gets one when its sample is whole.
+The round is a word of `disk_sync`, or `UNVERIFIED`, or `NOTHING`.
+"""
+
+from __future__ import annotations
+
+import os
+from enum import IntEnum
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_stocache.cache.codec import aligned
+from lightning_stocache.cache.head import is_complete
+from lightning_stocache.cache.layout import Layout
+from lightning_stocache.cache.placement import Integers
+from lightning_stocache.node.segment import Numbers, Segment, fence
+
+__all__ = ["NOTHING", "UNVERIFIED", "RollingSlots", "Word", "live_bytes"]
+
+UNVERIFIED, NOTHING = 0, 1
+"""The round of a slot whose sample has none, and of a slot without a sample that can be read."""
+
+
+class Word(IntEnum):
+    """The control words of a rolling store, int64 each, 0 at first."""
+
+    APPENDED = 0  # the last ticket
+    BEFORE = 1  # the last ticket of earlier jobs
+    EPOCH = 2  # the last ticket when the epoch began
+    FOUND = 3  # samples that this job has found
+    EVICTED = 4  # samples that left for newer samples
+    NEXT = 5  # the slot whose turn is next; of records it grows for ever
+    TAIL = 6  # of records: the slot of the oldest sample, as `NEXT`
+    END = 7  # of records: where the next record begins in the run
+    LAPPED = 8  # whether the store has begun at its beginning again
+    HOLES = 9  # whether a row may be empty whose turn is not next
+    MOST = 10  # slots, or bytes of records, that the store may use; 0: all
+
+
+def live_bytes(count: int) -> int:
+    """Bytes of the control words, and of the rounds of `count` slots."""
+    return aligned(8 * len(Word)) + 4 * count
+
+
+class RollingSlots:
+    """The generations of slots, and the slots that this process writes.
+
+    Args:
+        segment: has the slots, and their locks.
+        layout: the layout of the samples.
+        first_word: the first control word of a store in memory, among the words of its layout.
+        live: the memory of the control words and rounds of a store on a disk.
+    """
+
+    def __init__(self, segment: Segment, layout: Layout, first_word: int, live: Segment | None) -> None:
+        self.count = layout.count
+        self.rounds: npt.NDArray[np.uint32] | None = None
+        """On a disk: the round of each slot, uint32 `[slots]`."""
+        if live is None:
+            self.words: Numbers = cast(memoryview, layout.numbers)[first_word:]
+        else:
+            self.words = live.numbers_at(0, len(Word), "q")
+            start = aligned(8 * len(Word))
+            self.rounds = np.frombuffer(live.memory(start, 4 * self.count), np.uint32)
+        self.generations: npt.NDArray[np.int64] = layout.state
+        """The state of each slot, int64 `[slots]`, to look at many; not to be written."""
+        self.states = layout.states
+        """To look at one generation, and to write it."""
+        self._segment, self._layout = segment, layout
+        self._columns: dict[str, Numbers] = {}
+        self._written_here: set[tuple[int, int]] = set()  # process and slot, because a forked child inherits the set
+
+    def numbers(self, column: str) -> Numbers:
+        """The numbers of a column, to look at one and to write it."""
+        if column not in self._columns:
+            start = self._layout.offset_in(column, 0)
+            kind = self._layout.columns[column].dtype.char
+            self._columns[column] = self._segment.numbers_at(start, self.count, cast(Any, kind))
+        return self._columns[column]
+
+    def lock(self, slot: int) -> bool:
+        """Lock a slot that no living writer has. In a turn."""
+        return (os.getpid(), slot) not in self._written_here and self._segment.lock(slot)
+
+    def begin(self, slot: int, ticket: int) -> None:
+        """Let no reader read a locked slot, until `publish`. In a turn."""
+        if not self.states[slot] & 1:
+            self.states[slot] |= 1  # before the rest of the number
+        self.set_round(slot, NOTHING)
+        self.states[slot] = 2 * ticket + 1
+        self._written_here.add((os.getpid(), slot))
+
+    def publish(self, slot: int, word: int) -> None:
+        """Let readers read the sample of a slot, which has this round."""
+        self.set_round(slot, word)
+        fence()
+        self.states[slot] &= ~1
+
+    def end(self, slot: int) -> None:
+        """Unlock a slot."""
+        self._segment.unlock(slot)  # first: else another thread could take the slot, and lose its lock
+        self._written_here.discard((os.getpid(), slot))
+
+    def is_being_written(self, slot: int) -> bool:
+        """Whether a living writer has a slot: another thread of this process, or another process."""
+        return (os.getpid(), slot) in self._written_here or self._segment.is_locked(slot)
+
+    def drop(self, slot: int) -> None:
+        """Let no reader find the sample of a slot any more. Raises OSError if a disk has no room for that."""
+        self.states[slot] |= 1
+        self.set_round(slot, NOTHING)
+        self.numbers("time")[slot] = 0
+
+    def set_round(self, slot: int, word: int) -> None:
+        """Set the round of a slot on a disk."""
+        if self.rounds is not None:
+            self.rounds[slot] = word
+
+    def is_readable(self, slot: int) -> bool:
+        """Whether a slot has a sample that can be read, verified or not."""
+        return bool(is_complete(self.states[slot])) and (self.rounds is None or self.rounds[slot] != NOTHING)
+
+    def are_readable(self, slots: Integers | slice) -> npt.NDArray[np.bool_]:
+        """Which of these slots have a sample that can be read, verified or not."""
+        readable: npt.NDArray[np.bool_] = is_complete(self.generations[slots])
+        if self.rounds is not None:
+            readable &= self.rounds[slots] != NOTHING
+        return readable
+
+    def close(self) -> None:
+        """Drop all views."""
+        self.generations = np.empty(0, dtype=np.int64)
+        self.states = self.words = memoryview(b"")
+        self._columns, self.rounds = {}, None
