@@ -90,14 +90,14 @@ class BatchRows(Sequence[Sequence[memoryview]]):
 
 def chosen(contents: Sequence[Sequence[memoryview]], numbers: Sequence[int]) -> Any:
     """The bytes of some of the samples."""
-    if isinstance(contents, BatchRows):
+    if type(contents) is BatchRows:
         return BatchRows(contents.fields, contents.places[numbers])
     return [contents[number] for number in numbers]
 
 
 def nbytes_of(contents: Sequence[Sequence[memoryview]]) -> int:
     """Bytes of all samples together."""
-    if isinstance(contents, BatchRows):
+    if type(contents) is BatchRows:  # `isinstance` of an abstract class takes four times as long
         return contents.nbytes
     return sum(part.nbytes for parts in contents for part in parts)
 

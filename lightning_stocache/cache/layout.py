@@ -364,7 +364,7 @@ class Rows(_Slots):
         if self._is_small and len(slots) >= _MANY:
             numbers = np.array(slots)
             self._reserve_pages(numbers)
-            if isinstance(samples, BatchRows):
+            if type(samples) is BatchRows:
                 memory = samples.columns()
             else:
                 memory = [np.frombuffer(b"".join(contents), np.uint8) for contents in zip(*samples, strict=True)]

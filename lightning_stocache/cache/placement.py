@@ -42,7 +42,7 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 _CANDIDATES = 64  # steps that are compared
 _LARGEST = 2**63 - 1  # product of an index and a step
 _TABLE = 16  # a table has at most so many entries for each index of a domain
-_FEW = 16  # indices; the slots of fewer are found sooner one by one
+_FEW = 64  # indices; the slots of fewer are found sooner one by one
 _REACH = 150  # their largest distance from N divided by the golden ratio
 
 

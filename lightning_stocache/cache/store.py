@@ -57,7 +57,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_stocache.cache.checksums import Checksums
-from lightning_stocache.cache.codec import Lend, Memory, chosen, nbytes_of
+from lightning_stocache.cache.codec import BatchRows, Lend, Memory, chosen
 from lightning_stocache.cache.disk_sync import DiskSync
 from lightning_stocache.cache.gather_pool import ALONE, GatherPool
 from lightning_stocache.cache.layout import EMPTY, ONCE, READY, Head, Layout, Records, Rows, layout_of
@@ -537,21 +537,22 @@ class Store:
         Returns:
             Whether this call has stored each sample. None if its index has no place, or the records have no room left.
         """
-        if not self.stores_misses:
-            return [None] * len(indices)
-        seats, slots = self._seats, self.arc.slots_in(indices)
-        outcomes = [None if slot == NO_SLOT else False for slot in slots]
-        numbers: dict[int, int] = {}  # by slot, the number of its first sample
-        for number, slot in enumerate(slots):
-            numbers.setdefault(slot, number)
-        numbers.pop(NO_SLOT, None)
+        states, seats = self.layout.states, self._seats
+        outcomes: list[bool | None] = [False] * len(indices)
+        numbers: dict[int, int] = {}  # by slot to fill, the number of the sample
+        for number, slot in enumerate(self.arc.slots_in(indices)):
+            if slot == NO_SLOT or not self.stores_misses:
+                outcomes[number] = None
+            elif not are_stored(states[slot]):
+                numbers.setdefault(slot, number)
         try:
             mine = seats.mine(numbers)  # `divide` has claimed them
             claimed = [] if self._rests else [*mine, *seats.take([slot for slot in numbers if slot not in mine])]
             if self.layout.is_kept:  # what is not verified yet is not stored again
                 claimed = [slot for slot in claimed if not self.layout.sum(slot)]
             contents = chosen(samples, [numbers[slot] for slot in claimed])
-            if claimed and self._has_memory(nbytes_of(contents)):
+            nbytes = contents.nbytes if type(contents) is BatchRows else sum(map(self.layout.size, contents))
+            if claimed and self._has_memory(nbytes):
                 for slot, stored in zip(claimed, self._write(claimed, contents, seen), strict=False):
                     outcomes[numbers[slot]] = stored or None
         except OSError as error:
