@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from lightning_stocache.cache.codec import Codec, Lend, Memory, aligned
+from lightning_stocache.cache.codec import BatchRows, Codec, Lend, Memory, aligned
 from lightning_stocache.cache.gather_pool import ALONE, GatherPool
 from lightning_stocache.cache.head import CLEARS, ONCE, Head
 from lightning_stocache.cache.layout import Layout, Verifier
@@ -75,9 +75,13 @@ class Rows(Layout):
     def write(self, slots: Sequence[int], samples: Sequence[Sequence[memoryview]]) -> list[bool]:
         """Write samples, bytes `[nbytes]` per field. Returns True for each."""
         if self._is_small and len(slots) >= _MANY:
-            self._reserve_pages(np.array(slots))
-            memory = [np.frombuffer(b"".join(contents), np.uint8) for contents in zip(*samples, strict=True)]
-            self.scatter(np.array(slots), memory)
+            numbers = np.array(slots)
+            self._reserve_pages(numbers)
+            if type(samples) is BatchRows:
+                memory = samples.columns()
+            else:
+                memory = [np.frombuffer(b"".join(contents), np.uint8) for contents in zip(*samples, strict=True)]
+            self.scatter(numbers, memory)
             return [True] * len(slots)
         store = self._segment.store
         for slot, contents in zip(slots, samples, strict=True):
@@ -130,8 +134,8 @@ class Rows(Layout):
             if not nbytes:
                 continue
             begins = start + slots * nbytes
-            pages = np.unique(np.concatenate([begins, begins + nbytes - 1]) // _PAGE)
-            for page in pages[~self._reserved[pages]].tolist():
+            pages = np.concatenate([begins, begins + nbytes - 1]) // _PAGE
+            for page in np.unique(pages[~self._reserved[pages]]).tolist():
                 first = page * _PAGE
                 self._segment.reserve(first, min(_PAGE, self._end - first))
                 self._reserved[page] = True

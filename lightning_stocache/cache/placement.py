@@ -42,6 +42,7 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 _CANDIDATES = 64  # steps that are compared
 _LARGEST = 2**63 - 1  # product of an index and a step
 _TABLE = 16  # a table has at most so many entries for each index of a domain
+_FEW = 64  # indices; the slots of fewer are found sooner one by one
 _REACH = 150  # their largest distance from N divided by the golden ratio
 
 
@@ -254,6 +255,13 @@ class Arc:
     @cached_property
     def _back(self) -> int:
         return pow(self.step, -1, self.size)
+
+    def slots_in(self, indices: Sequence[int]) -> list[int]:
+        """The slots of some indices, each as in `slot`."""
+        if len(indices) < _FEW:
+            return list(map(self.slot, indices))
+        slots: list[int] = self.slots_of(np.array(indices, dtype=np.int64)).tolist()
+        return slots
 
     def slots_of(self, indices: npt.NDArray[np.integer[Any]]) -> Integers:
         """The slots of many indices, int64 of the same shape; NO_SLOT as in `slot`."""

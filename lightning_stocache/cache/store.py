@@ -54,7 +54,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 
-from lightning_stocache.cache.codec import Codec, Lend, Memory
+from lightning_stocache.cache.codec import Codec, Lend, Memory, chosen, nbytes_of
 from lightning_stocache.cache.gather_pool import ALONE, GatherPool
 from lightning_stocache.cache.head import ONCE, Head
 from lightning_stocache.cache.layout import UNREADABLE, Layout
@@ -471,8 +471,7 @@ class Store:
         states, seats = self.layout.states, self._seats
         outcomes: list[bool | None] = [False] * len(indices)
         numbers: dict[int, int] = {}  # by slot to fill, the number of the sample
-        for number, index in enumerate(indices):
-            slot = self.arc.slot(index)
+        for number, slot in enumerate(self.arc.slots_in(indices)):
             if slot == NO_SLOT or not self.stores_misses:
                 outcomes[number] = None
             elif not are_stored(states[slot]):
@@ -481,8 +480,8 @@ class Store:
             mine = seats.mine(numbers)  # `divide` has claimed them
             claimed = [] if self._rests else [*mine, *seats.take([slot for slot in numbers if slot not in mine])]
             claimed = self._medium.unstored(claimed)
-            contents = [samples[numbers[slot]] for slot in claimed]
-            if claimed and self._has_memory(sum(map(self.layout.size, contents))):
+            contents = chosen(samples, [numbers[slot] for slot in claimed])
+            if claimed and self._has_memory(nbytes_of(contents)):
                 for slot, stored in zip(claimed, self._write(claimed, contents, seen), strict=False):
                     outcomes[numbers[slot]] = stored or None
         except OSError as error:

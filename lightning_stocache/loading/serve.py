@@ -31,7 +31,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
-from lightning_stocache.cache.codec import Memory, Parts, SampleMismatchError, UnsupportedSampleError
+from lightning_stocache.cache.codec import Memory, Parts, SampleMismatchError, UnsupportedSampleError, nbytes_of
 from lightning_stocache.cache.counters import Matter, count
 from lightning_stocache.cache.shortage import PAUSE_SECONDS, Pace
 from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, Store
@@ -488,7 +488,7 @@ class CachedSource:
                     sample = samples[number]
                     nbytes += codec.least_bytes(sample.sample if type(sample) is Odd else sample)
             contents = _contents(cache, fitting, into)
-            nbytes += sum(part.nbytes for parts in contents for part in parts)
+            nbytes += nbytes_of(contents)
             stored = [indices[number] for number in fitting]
             begin = time.perf_counter_ns()
             if pauses:
@@ -635,5 +635,5 @@ def _contents(cache: Store, fitting: dict[int, Parts], into: _Rows | None) -> Se
         into = _Rows(memory, range(count))
     else:
         into = _Rows(into.memory, [into.numbers[number] for number in fitting])
-    copied: list[list[memoryview]] = codec.put_many(into.memory, into.numbers, parts)
+    copied: Sequence[Sequence[memoryview]] = codec.put_many(into.memory, into.numbers, parts)
     return copied

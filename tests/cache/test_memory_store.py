@@ -13,13 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torchvision import tv_tensors
 
+from lightning_stocache.cache.codec import nbytes_of
 from lightning_stocache.cache.layout_records import Records
 from lightning_stocache.cache.placement import Arc, Ring
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.cache.seats import EMPTY, Seats
 from lightning_stocache.cache.store import Store
+from tests.cache.leaves import same
 from tests.cache.stores import (
     ALL,
     LAYOUTS,
@@ -137,6 +140,32 @@ def test_many_samples_are_stored_in_one_call(layout: str) -> None:
     with closing(opened(layout, slots=0, granted=0)) as store:
         assert store.put([1, 2], contents(store, [1, 2])) == [None, None]
         assert len(store) == len(served(store)) == 0
+
+
+@pytest.mark.parametrize("count", [2, 40])
+@pytest.mark.parametrize("elements", [8, 2000])
+def test_rows_of_a_batch_are_stored_as_samples_are(elements: int, count: int) -> None:
+    """Small ones together, large or few ones each by itself: those that are free and have a slot, each from its row."""
+
+    def made(index: int) -> Any:
+        mask = tv_tensors.Mask(torch.full((2, 2), index))
+        return torch.full((elements,), index), index % 2 == 0, None, torch.zeros(0), mask, np.float32(index)
+
+    codec = SampleSpec.infer(made(0))
+    with closing(memory_store(codec, arc=Ring.cut(100, (1.0,), (60,)).arcs[0])) as store:
+        inside = [index for index in range(100) if store.has_place(index)][: count + 2]
+        outside = next(index for index in range(100) if not store.has_place(index))
+        assert store.fill(inside[0], made(inside[0]))
+        indices = [outside, inside[2], *inside, inside[1]]
+        places = [3 * number for number in reversed(range(len(indices)))]
+        rows = codec.rows([np.zeros(size, np.uint8) for size in codec.sizes(3 * len(indices))], 3 * len(indices))
+        contents = codec.put_many(rows, places, [codec.encode(made(index)) for index in indices])
+        assert nbytes_of(contents) == len(indices) * codec.nbytes == sum(map(nbytes_of, ([each] for each in contents)))
+        first = [number for number, index in enumerate(indices) if indices.index(index) == number]
+        expected = [index in inside[1:] and number in first for number, index in enumerate(indices)]
+        assert store.put(indices, contents) == [None, *expected[1:]]
+        assert all(same(store.get(index), made(index)) for index in inside)
+        assert store.filled == len(inside)
 
 
 @pytest.mark.processes

@@ -170,6 +170,13 @@ def test_every_mismatch_says_where_what_was_expected_and_what_came() -> None:
             SampleSpec.infer({"x": Pair(0, first)}).flatten({"x": Pair(0, other)}, 17)
 
 
+def named_tensor() -> torch.Tensor:
+    """A tensor with an attribute."""
+    tensor = torch.ones(3)
+    tensor.name_of_class = "cat"  # type: ignore[attr-defined]
+    return tensor
+
+
 def form_of(kind: str, leaf: Any) -> Any:
     """A sample with a leaf at its top, or beside another one."""
     forms: dict[str, Any] = {"leaf": leaf, "tuple": (leaf, 3), "list": [leaf, 3], "dict": {"x": leaf, "y": 3}}
@@ -205,6 +212,11 @@ def test_many_at_once_are_encoded_as_one_by_one(kind: str) -> None:
         (1, 2**63),
         (IMAGE, IMAGE[:1]),
         (IMAGE, IMAGE.float()),
+        (torch.ones(3), torch.ones(3).requires_grad_()),
+        (torch.ones(3), torch.ones(3, device="meta")),
+        (torch.ones(3), torch.ones(3).to_sparse()),
+        (torch.ones(3), named_tensor()),
+        (np.arange(3.0), np.arange(4.0)),
         (np.arange(3.0), np.arange(3.0, dtype=">f8")),
         ((IMAGE, IMAGE.clone()), (IMAGE, IMAGE[:])),
         (Pair(1, 2), Pair(1, 2)),
