@@ -36,9 +36,11 @@ import time
 import weakref
 from contextlib import suppress
 
+import numpy as np
+import numpy.typing as npt
 from torch.utils.data import get_worker_info
 
-from lightning_stocache.cache.seats import READY
+from lightning_stocache.cache.seats import READY, are_stored
 from lightning_stocache.node.processes import THREAD_PREFIX
 from lightning_stocache.node.segment import Segment
 
@@ -59,6 +61,7 @@ process has begun to write a sample."""
 
 _BEGUN, _SAFE, _STORED, _FAILED, _TIME, _WRITTEN = range(6)
 _KIND_BITS = 2  # of a word, which say that a slot is stored; the other bits are the round
+_KIND = (1 << _KIND_BITS) - 1
 _BYTE = 1 << 41  # locked by the process that makes samples safe
 _PAUSE = 0.01
 
@@ -125,6 +128,14 @@ class DiskSync:
         """The largest word that a slot has if its sample is safe."""
         return int(self._rounds[_SAFE] << _KIND_BITS | READY)
 
+    def unsafe(self, words: npt.NDArray[np.uint32]) -> list[int]:
+        """The numbers of those words of slots (uint32 `[samples]`) that do not say that the sample is safe."""
+        above = words - np.uint32(READY)  # of stored slots a multiple of 4; of empty ones larger than any
+        if not np.bitwise_or.reduce(above) & _KIND and np.maximum.reduce(above) < self.safe_word:  # usual, and fast
+            return []
+        numbers: list[int] = np.flatnonzero(~are_stored(words) | (words > self.safe_word)).tolist()
+        return numbers
+
     @property
     def has_failed(self) -> bool:
         """Whether the disk has lost what it had taken."""
@@ -189,8 +200,11 @@ class DiskSync:
         finally:
             alone.release()
 
-    def begin_anew(self) -> None:
-        """Forget what earlier jobs have noted, while no other process has the file open."""
+    def drop_lost_pages(self) -> None:
+        """Drop the page cache of the file if a disk may have lost pages that it shows, so that they are read again.
+
+        Call it before the numbers are cleared, while no other process has the file open.
+        """
         begun, safe, _, has_failed, *_ = ROUNDS.unpack(self._segment.fetch(self._offset, ROUNDS.size))
         if begun != safe or has_failed:
             self._segment.drop_page_cache()

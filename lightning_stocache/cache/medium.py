@@ -20,25 +20,22 @@ from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.seats import READY, Seats, are_stored
 from lightning_stocache.node.segment import Segment
 
-__all__ = ["InMemory", "OnDisk"]
+__all__ = ["Disk", "Medium"]
 
 
-class InMemory:
-    """Memory: a stored sample stays as it is.
+class Medium:
+    """Where samples lie: here memory, where a stored sample stays as it is.
 
     Args:
         layout: the samples.
     """
-
-    stored_word: Callable[[], int] | None = None
-    """The word of a slot that is stored now, asked in a turn; None for READY."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
 
     @property
     def is_whole(self) -> bool:
-        """Whether the file has its full length. A read behind its end is a SIGBUS."""
+        """Whether the file has its full length. A read beyond its end is a SIGBUS."""
         return True
 
     @property
@@ -58,16 +55,12 @@ class InMemory:
         return bool(are_stored(self._layout.states[slot]))
 
     def are_ready(self, slots: Integers | slice) -> npt.NDArray[np.bool_]:
-        """Which slots can be read now, by all processes or by this one alone."""
+        """Which slots can be read now."""
         return np.asarray(self._layout.state[slots] == READY)
 
     def verify(self, slots: Sequence[int], seats: Seats) -> bool:
         """Verify what earlier jobs have stored in slots that are not ready. Returns whether some may be ready now."""
         return False
-
-    def verified(self, slots: Integers, ready: npt.NDArray[np.bool_], seats: Seats) -> npt.NDArray[np.bool_]:
-        """Which slots can be read now, after those that are not ready were verified."""
-        return ready
 
     def unsafe(self, slots: Integers) -> list[int]:
         """The numbers of those slots whose copies must be compared with what was stored."""
@@ -83,6 +76,10 @@ class InMemory:
     def can_store(self) -> bool:
         """Whether more samples may be stored."""
         return True
+
+    def stored_word(self) -> int:
+        """The word of a slot that is stored now. Call it in a turn."""
+        return READY
 
     def unstored(self, slots: list[int]) -> list[int]:
         """Those of the claimed slots in which no earlier job has stored a sample."""
@@ -103,14 +100,14 @@ class InMemory:
 
     # ---- opening and closing ----
 
-    def begin_anew(self) -> None:
-        """Forget what earlier jobs have noted, while no other process has the file open."""
+    def drop_lost_pages(self) -> None:
+        """Drop the page cache of a file that may show pages that its disk has lost; see `DiskSync.drop_lost_pages`."""
 
     def close(self) -> None:
         """Drop all views."""
 
 
-class OnDisk(InMemory):
+class Disk(Medium):
     """A disk, which can lose or damage what it has taken.
 
     Args:
@@ -127,7 +124,6 @@ class OnDisk(InMemory):
         self._segment = segment
         self.sync = DiskSync(segment, layout.rounds_offset)
         self.checksums = Checksums(segment, layout, identity, self.sync)
-        self.stored_word = self.sync.stored_word
         self._lost = set[int]()  # slots whose samples the disk has lost, as this process has found
 
     @property
@@ -166,20 +162,9 @@ class OnDisk(InMemory):
         """Verify what earlier jobs have stored in slots that are not ready. Returns whether some may be ready now."""
         return self._layout.is_kept and self.checksums.verify(slots, seats)
 
-    def verified(self, slots: Integers, ready: npt.NDArray[np.bool_], seats: Seats) -> npt.NDArray[np.bool_]:
-        """Which slots can be read now, after those that are not ready were verified."""
-        return self.are_ready(slots) if self.verify(slots[~ready].tolist(), seats) else ready
-
     def unsafe(self, slots: Integers) -> list[int]:
         """The numbers of those slots whose samples are not safe."""
-        if not len(slots):
-            return []
-        words = self._layout.state.take(slots)
-        safe_word = self.sync.safe_word
-        if np.maximum.reduce(words - np.uint32(1)) < safe_word:  # empty words are the largest: the usual case, fast
-            return []
-        numbers: list[int] = np.flatnonzero(~are_stored(words) | (words > safe_word)).tolist()
-        return numbers
+        return self.sync.unsafe(self._layout.state.take(slots)) if len(slots) else []
 
     def agrees(self, slot: int, contents: Sequence[Any]) -> bool:
         """Whether a copy is what was stored. If not, this process forgets the slot, and `losses` increases."""
@@ -195,6 +180,10 @@ class OnDisk(InMemory):
     def can_store(self) -> bool:
         """Whether more samples may be stored: the file has its full length, and the disk has lost nothing."""
         return self.is_whole and not self.has_failed
+
+    def stored_word(self) -> int:
+        """The word of a slot that is stored now. Call it in a turn."""
+        return self.sync.stored_word()
 
     def unstored(self, slots: list[int]) -> list[int]:
         """Those of the claimed slots that have no checksum. What is not verified yet is not stored again."""
@@ -218,9 +207,9 @@ class OnDisk(InMemory):
 
     # ---- opening and closing ----
 
-    def begin_anew(self) -> None:
-        """Forget what earlier jobs have noted, while no other process has the file open."""
-        self.sync.begin_anew()
+    def drop_lost_pages(self) -> None:
+        """Drop the page cache of a file that may show pages that its disk has lost; see `DiskSync.drop_lost_pages`."""
+        self.sync.drop_lost_pages()
 
     def close(self) -> None:
         """Wait for a sync of this process, see `DiskSync.join`, and drop all views."""

@@ -57,11 +57,11 @@ from lightning_stocache.cache.disk_sync import ROUNDS
 from lightning_stocache.cache.gather_pool import ALONE, GatherPool
 from lightning_stocache.cache.head import ONCE, ROLLING, Head, is_complete
 from lightning_stocache.cache.layout import Layout
-from lightning_stocache.cache.medium import OnDisk
+from lightning_stocache.cache.medium import Disk
 from lightning_stocache.cache.placement import Arc, Domain, Integers
 from lightning_stocache.cache.rolling_reader import RollingReader
 from lightning_stocache.cache.rolling_room import Room, room_for
-from lightning_stocache.cache.rolling_slots import UNVERIFIED, RollingSlots, Word, live_bytes
+from lightning_stocache.cache.rolling_slots import RollingSlots, Word, live_bytes
 from lightning_stocache.cache.shortage import refused
 from lightning_stocache.cache.store import NO_PLACE, RETRY_SECONDS, Store, layout_of
 from lightning_stocache.node.budget import format_bytes
@@ -107,7 +107,7 @@ class RollingStore(Store):
         self._slots = RollingSlots(segment, self.layout, _WORDS, companion)
         self._words = self._slots.words
         self._room: Room = room_for(codec)(segment, cast(Any, self.layout), self._slots)
-        disk = cast(OnDisk, self._medium) if segment.on_disk else None
+        disk = cast(Disk, self._medium) if segment.on_disk else None
         self._reader = RollingReader(segment, self.layout, self._slots, self._room, disk)
         self._has_left_out = False  # a sample, since the store has stopped growing
 
@@ -181,11 +181,11 @@ class RollingStore(Store):
         Verifies the newest sample, and of records each that does not end where the next one begins. The others are
         verified when they are read. All tickets to come are larger than any sound ticket in the file.
         """
-        self._medium.begin_anew()
+        self._medium.drop_lost_pages()
         self.segment.store(self.layout.rounds_offset, memoryview(bytes(ROUNDS.size)))
         columns = self.layout.columns
         states = self._slots.generations.copy()
-        is_sound = cast(OnDisk, self._medium).checksums.is_sound
+        is_sound = cast(Disk, self._medium).checksums.is_sound
         slots = np.flatnonzero(is_complete(states) & (states <= _LATEST))
         newest_first = slots[np.argsort(states[slots])[::-1]].tolist()
         found = list(itertools.dropwhile(lambda slot: not is_sound(slot), newest_first))
@@ -314,7 +314,7 @@ class RollingStore(Store):
         try:
             if is_whole:
                 slots.numbers("time")[slot] = time.time_ns()
-                slots.publish(slot, UNVERIFIED if self._medium.stored_word is None else self._medium.stored_word())
+                slots.publish(slot, self._medium.stored_word())
             else:
                 with suppress(OSError):  # as if the writer had been killed
                     slots.drop(slot)

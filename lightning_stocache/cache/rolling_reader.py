@@ -20,7 +20,7 @@ import numpy.typing as npt
 from lightning_stocache.cache.codec import Memory
 from lightning_stocache.cache.gather_pool import GatherPool
 from lightning_stocache.cache.head import is_complete
-from lightning_stocache.cache.medium import OnDisk
+from lightning_stocache.cache.medium import Disk
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.rolling_room import Room
 from lightning_stocache.cache.rolling_slots import NOTHING, UNVERIFIED, RollingSlots, Word
@@ -53,7 +53,7 @@ class RollingReader:
         layout: Any,
         slots: RollingSlots,
         room: Room,
-        disk: OnDisk | None,
+        disk: Disk | None,
     ) -> None:
         self._segment, self._layout, self._slots, self._room = segment, layout, slots, room
         self._disk = disk
@@ -106,18 +106,18 @@ class RollingReader:
         """The numbers of those slots whose samples are not safe on the disk. Looked at behind their copies."""
         words = cast(Any, self._slots.rounds).take(places)
         unsafe: list[int] = np.flatnonzero(
-            (words <= NOTHING) | (words > cast(OnDisk, self._disk).sync.safe_word)
+            (words <= NOTHING) | (words > cast(Disk, self._disk).sync.safe_word)
         ).tolist()
         return unsafe
 
     def _is_safe(self, slot: int) -> bool:
         """Whether the disk cannot lose the sample of a slot any more. Looked at behind its copy."""
         rounds = self._slots.rounds
-        return rounds is None or NOTHING < rounds[slot] <= cast(OnDisk, self._disk).sync.safe_word
+        return rounds is None or NOTHING < rounds[slot] <= cast(Disk, self._disk).sync.safe_word
 
     def _check(self, slot: int, contents: Sequence[Any]) -> bool:
         """Whether the copy of a sample that is not safe is what was stored. A sample that was lost is dropped."""
-        disk = cast(OnDisk, self._disk)
+        disk = cast(Disk, self._disk)
         disk.sync.note()
         is_whole = disk.checksums.is_sum_of(slot, contents)
         if not is_whole:  # a newer sample may be there
@@ -160,7 +160,7 @@ class RollingReader:
             return False
         if slots.rounds is None or slots.rounds[slot] != UNVERIFIED:
             return True
-        disk, word = cast(OnDisk, self._disk), None
+        disk, word = cast(Disk, self._disk), None
         with suppress(OSError):  # a full disk
             word = self._segment.in_turn(disk.sync.verified_word)  # before it is read
         is_sound = disk.checksums.is_sound(slot)

@@ -15,7 +15,8 @@ The process that has loaded a sample fills its slot:
     claim the slot (`seats`) -> write, which takes the memory -> fence -> ready
 
 A process that does not get the claim serves its sample unstored. A killed writer leaves the slot empty and claimable. A
-ready slot stays ready, except after `clear` and an explicit overwrite, during which the caller keeps readers away.
+ready slot stays ready, except after `invalidate`, whose readers look up again (`changes`), and after `clear` and
+`replace`, during which the caller keeps readers away.
 Where memory runs short (`shortage`), the slot stays empty, with one warning per node.
 
 Two jobs that miss the same sample would both load it. So where other jobs can open the store, a slot is claimed before
@@ -60,7 +61,7 @@ from lightning_stocache.cache.head import ONCE, Head
 from lightning_stocache.cache.layout import UNREADABLE, Layout
 from lightning_stocache.cache.layout_records import Records
 from lightning_stocache.cache.layout_rows import Rows
-from lightning_stocache.cache.medium import InMemory, OnDisk
+from lightning_stocache.cache.medium import Disk, Medium
 from lightning_stocache.cache.placement import NO_SLOT, Arc, Domain, Integers
 from lightning_stocache.cache.seats import EMPTY, READY, Seats, are_stored
 from lightning_stocache.cache.shortage import Shortage, refused
@@ -93,7 +94,7 @@ _SLOW = "a sync of it has not ended within {:.0f} s, or has ended with its proce
 class StoreHandle:
     """The address of a store for other processes of the node. It can be pickled and sent anywhere.
 
-    `companion` is the ledger of a stream.
+    `companion` is the ledger of a stream, or the control words and rounds of a rolling store on a disk.
     """
 
     segment: SegmentHandle
@@ -109,7 +110,7 @@ class Store:
         segment: the memory of the samples.
         codec: what a sample looks like: the spec of rows, or the codec of records.
         arc: which indices have a slot, and which slot.
-        companion: a second segment that a policy needs, see `StreamStore`.
+        companion: a second segment that a policy needs, see `StreamStore` and `rolling_slots`.
 
     Raises:
         ImportError: xxhash, which makes the checksums of a store on a disk, is not installed.
@@ -136,9 +137,9 @@ class Store:
     def __init__(self, segment: Segment, codec: Any, arc: Arc, companion: Segment | None = None) -> None:
         self.segment, self.codec, self.arc, self._companion = segment, codec, arc, companion
         self.layout: Layout = layout_of(codec)(segment, codec, arc.slots, self._head(segment.on_disk))
-        self._medium = InMemory(self.layout)
+        self._medium = Medium(self.layout)
         if segment.on_disk:
-            self._medium = OnDisk(segment, self.layout, partial(self._identity, self.layout, arc))
+            self._medium = Disk(segment, self.layout, partial(self._identity, self.layout, arc))
         layout = self.layout
         self._seats = Seats(segment, layout.states, layout.lives, layout.changes, self._medium.stored_word)
         self._is_shared = self.stores_misses and segment.path is not None  # other jobs can open it
@@ -213,8 +214,7 @@ class Store:
         size = layout_of(codec).bytes_for(codec, arc.slots, segment.size - head.fixed_bytes, head)
         if arc.length != length or size != segment.size:
             raise ValueError(f"{arc.slots:,} slots for {arc.size:,} samples do not fit in its {segment.size:,} bytes")
-        store = cls._in_segment(segment, codec, arc)
-        return store
+        return cls._in_segment(segment, codec, arc)
 
     @classmethod
     def mend(cls, codec: Codec, segment: Segment, manifest: Manifest, domain: Domain | None = None) -> None:
@@ -227,7 +227,7 @@ class Store:
 
     def repair(self) -> None:
         """Forget what earlier jobs knew, while no other process has the store open."""
-        self._medium.begin_anew()
+        self._medium.drop_lost_pages()  # first: it reads numbers that `mend` clears
         self.layout.mend()
 
     @staticmethod
@@ -312,8 +312,8 @@ class Store:
         if not self._medium.is_whole:
             return np.full_like(slots, NO_PLACE)
         ready = self._medium.are_ready(slots)
-        if verify:
-            ready = self._medium.verified(slots, ready, self._seats)
+        if verify and self._medium.verify(slots[~ready].tolist(), self._seats):
+            ready = self._medium.are_ready(slots)
         fence()
         slots[~ready] = NO_PLACE
         return slots
@@ -407,7 +407,12 @@ class Store:
     @property
     def changes(self) -> int:
         """The number of changes so far. The samples of a look-up are right if it is the same after their copy."""
-        return self._seats.changes + 2 * self._medium.losses
+        return self.invalidations + 2 * self._medium.losses
+
+    @property
+    def invalidations(self) -> int:
+        """The number of changes that users have noted so far (`invalidate`), the same in all processes."""
+        return self._seats.changes
 
     def invalidate(self, indices: Integers | None = None) -> bool:
         """Empty the slots of indices (int64 `[samples]`), by default all. Returns False if that was not to be had.
@@ -463,7 +468,7 @@ class Store:
         Args:
             indices: the index of each sample.
             samples: the parts of each sample, as bytes. They are written together, so a call should have few megabytes.
-            seen: the number of `changes` before they were looked up and loaded; after another change nothing is stored.
+            seen: the number of `invalidations` before they were looked up and loaded; after another nothing is stored.
 
         Returns:
             Whether this call has stored each sample. None if its index has no place, or the records have no room left.
@@ -613,7 +618,7 @@ class Store:
         return np.asarray(stored[slots] & (slots != NO_SLOT))
 
     def some_stored(self, count: int, dice: random.Random | None = None) -> list[int]:
-        """About `count` indices with ready slots, or all such indices if there are fewer.
+        """About `count` indices that have a sample, verified or not, or all such indices if there are fewer.
 
         Args:
             count: how many.

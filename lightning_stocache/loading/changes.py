@@ -92,7 +92,7 @@ class Changes:
         self._home = os.getpid()  # the process that opened the cache
         self._original = 0 if is_copy else os.getpid()  # a process whose source the user changes before `invalidate`
         cache = opened.live_cache
-        self._copied = 0 if cache is None else cache.changes  # changes of samples, before there was this copy
+        self._copied = 0 if cache is None else cache.invalidations  # changes of samples, before there was this copy
         self._epoch = 0  # of the CachedLoaders in this process
         self._begin(opened)
         _all.add(self)
@@ -212,7 +212,7 @@ class Changes:
         if self._original != os.getpid():
             return self._copied
         cache = self.opened.live_cache
-        return 0 if cache is None else cache.changes
+        return 0 if cache is None else cache.invalidations
 
     def note_copy(self) -> None:
         """Note the number of changes for a process that gets a copy of the source now."""
@@ -230,7 +230,7 @@ class Changes:
             )
         if not cache.stores_misses:
             raise TypeError("samples of a stream or a rolling cache cannot be invalidated: they have no index")
-        is_current = indices is None or self.seen == cache.changes
+        is_current = indices is None or self.seen == cache.invalidations
         numbers = None if indices is None else _numbers(indices, len(cast(Any, self.source)))
         if not self._cut_anew():  # before: what is loaded after the change is stored
             self.give_up("changed", "its transform")
@@ -338,7 +338,7 @@ class Changes:
         cache = self.opened.live_cache
         if cache is None or self.opened.request.freeze_random:
             return False
-        return self.seen == cache.changes  # else this copy of the source is older than what is stored
+        return self.seen == cache.invalidations  # else this copy of the source is older than what is stored
 
     def _compared(self, due: Due) -> Due:
         """What to do, given what has moved in the source's state."""

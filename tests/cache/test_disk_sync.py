@@ -86,6 +86,21 @@ def mapped(file: Any) -> mmap.mmap:
     return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
+def test_only_words_of_safe_rounds_are_safe(disk: Disk) -> None:
+    """Others are empty, claimed (the first claim is smaller than the word of a safe sample), or of later rounds."""
+    with closing(disk.open()) as store:
+        filled(store, ALL)
+        assert store.make_safe()
+        sync = DiskSync(store.segment, store.layout.rounds_offset)
+        safe, claim = sync.safe_word, 1 << 2 | 1
+        assert claim < safe
+        assert sync.unsafe(np.array([safe, safe], dtype=np.uint32)) == []
+        words = [safe, 0, claim, safe + 4, safe]
+        assert sync.unsafe(np.array(words, dtype=np.uint32)) == [1, 2, 3]
+        for number, word in enumerate(words):
+            assert sync.unsafe(np.array([word], dtype=np.uint32)) == [0] * (0 < number < 4)
+
+
 def reads_of(store: Any, indices: list[int]) -> int:
     """How often serving samples reads the file, beside the mapping."""
     places, reads = store.lookup(np.array(indices)), []

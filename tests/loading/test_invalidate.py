@@ -5,6 +5,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset
 from torchvision.transforms import Compose
 
 from lightning_stocache import CachedDataset, CachedLoader, CachedStream
+from lightning_stocache.node.files import HEADER_BYTES
 from tests.jobs import warnings
 from tests.processes import call, path_of
 
@@ -288,3 +290,19 @@ def test_what_outlives_a_job_or_has_no_index_refuses(name: str, dataset: CachedD
     off = CachedDataset(Labelled(), budget=0)
     off.invalidate([1])
     off.close()
+
+
+def test_who_finds_a_lost_sample_goes_on_storing(tmp_path: Path) -> None:
+    """A disk has lost a sample before it was safe: the sample is loaded again, and later ones are stored as before."""
+    with closing(CachedDataset(Labelled(), dir=str(tmp_path))) as cached:
+        cache = cached.cache
+        assert cache is not None
+        first = [cached[index] for index in range(SAMPLES // 2)]
+        with open(f"/proc/self/fd/{cache.segment.descriptor}", "r+b") as file:
+            content = file.read()
+            file.seek(content.index(first[5][0].numpy().tobytes(), HEADER_BYTES))
+            file.write(bytes(12))
+        assert all(map(torch.equal, cached[5], first[5]))
+        stored = cache.filled
+        assert [int(cached[index][0][0]) for index in range(SAMPLES)] == list(range(SAMPLES))
+        assert cache.filled > stored
