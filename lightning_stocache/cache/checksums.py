@@ -47,14 +47,14 @@ class Checksums:
         layout: the layout of the store, with a column `sum`, which it fills from now on.
         identity: given a slot, the numbers of its sample that the checksum covers (the index; if the store rolls, the
             ticket, too).
-        sync: gives verified slots their words; a rolling store has its own.
+        sync: gives verified slots their words.
 
     Raises:
         ImportError: xxhash is not installed; the message says how to get it.
     """
 
     def __init__(
-        self, disk: Segment, layout: Layout, identity: Callable[[int], tuple[int, ...]], sync: DiskSync | None = None
+        self, disk: Segment, layout: Layout, identity: Callable[[int], tuple[int, ...]], sync: DiskSync
     ) -> None:
         self._disk, self._layout, self._identity, self._sync = disk, layout, identity, sync
         self._xxh3 = checksum()
@@ -66,7 +66,8 @@ class Checksums:
     def is_sound(self, slot: int) -> bool:
         """Whether the sample of a slot can be read, and is the one that was stored."""
         try:
-            return self._sum_now(slot) == (self._layout.sum(slot) or None)
+            stored = self._layout.sum(slot)
+            return stored != 0 and self._sum_now(slot) == stored
         except OSError:
             return False
 
@@ -112,7 +113,7 @@ class Checksums:
     def _set_ready(self, sound: Sequence[int], seats: Seats) -> None:
         """Let slots be read, by other processes, too, if there is a turn, and the disk has room for their words."""
         with suppress(OSError):
-            if self._sync is not None and seats.publish_found(sound, self._sync.verified_word) is not None:
+            if seats.publish_found(sound, self._sync.verified_word) is not None:
                 return
         if self.known is None:
             self.known = np.zeros(self._layout.count, dtype=np.bool_)

@@ -44,7 +44,7 @@ class UnsupportedSampleError(TypeError):
 
 
 Parts = Sequence[Any]
-"""The leaves of a sample, checked, as they came: tensors, arrays, numbers."""
+"""An encoded sample: the leaves of rows as they came (tensors, arrays, numbers), or the bytes of a record."""
 
 Memory = Sequence[npt.NDArray[np.uint8]]
 """The memory of a batch, uint8 `[size]` per field, writable, aligned to 64 bytes where it is large."""

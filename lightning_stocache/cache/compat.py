@@ -29,7 +29,7 @@ class SharedCache:
     """A cache of samples in memory that the processes of a node share, lazily filled and never evicted.
 
     Args:
-        size_limit_gib: memory limit in GiB (a fraction will do), for the samples and one state byte per index.
+        size_limit_gib: memory limit in GiB (a fraction will do), for the samples and four bytes of state per index.
         dataset_len: number of samples in the dataset.
         data_dims: shape of one sample, without the batch dimension; a number for a vector.
         dtype: dtype of the samples.

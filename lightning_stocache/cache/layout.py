@@ -1,11 +1,11 @@
 """How samples lie in a segment: aligned arrays, one behind the other.
 
-    state        per slot, uint32: empty, stored, or who has claimed it (`seats`)
-    ...          what the policy of the store needs per slot: a mark, a time
+    state        per slot, uint32: empty, stored, or who has claimed it (`seats`); int64 in a rolling store
+    ...          what the policy of the store needs per slot: a mark, a time; of records in memory their begin and size
     words        a few int64 for all slots: where the free part of the run of records begins; the number of changes, odd
                  while a change is under way; whether emptied slots have left room; how often all was cleared; the
                  rounds of `disk_sync`; the lives of seats
-    entries      per slot: on a disk the checksum, else of records alone; where the record begins; its size; int64 each
+    entries      on a disk, per slot: the checksum, where the record begins, its size; int64 each
     rows         one array per field, `[slots, nbytes]`; or
     records      one run of bytes
 

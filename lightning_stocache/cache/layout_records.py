@@ -27,7 +27,9 @@ _STEP = 1 << 20  # slots whose entries are read together
 
 
 class Records(Layout):
-    """One run of bytes, from which all processes of a node take room. Room is never returned.
+    """One run of bytes, from which all processes of a node take room.
+
+    The room of an emptied slot is used again for a record that is no larger.
 
     Example:
         >>> codec, segment = RecordCodec.infer(["a"]), Segment.create(13000)

@@ -99,7 +99,7 @@ class Rows(Layout):
             into: uint8 `[samples * nbytes]` per field, aligned to 64 bytes. Fresh memory costs as much again in page
                 faults.
             pool: the threads that copy.
-            verifier: compares the copies.
+            verifier: compares copies that may be lost. After a loss `Store.changes` differs.
         """
         unsafe = [] if verifier is None else verifier.unsafe(slots)
         for rows, nbytes, memory in zip(self.fields, self._row_bytes, into, strict=True):
