@@ -194,7 +194,7 @@ class OnDisk(InMemory):
     @property
     def can_store(self) -> bool:
         """Whether more samples may be stored: the file has its full length, and the disk has lost nothing."""
-        return self.is_whole and not self.has_failed
+        return self._segment.is_whole and not self.sync.has_failed
 
     def unstored(self, slots: list[int]) -> list[int]:
         """Those of the claimed slots that have no checksum. What is not verified yet is not stored again."""
