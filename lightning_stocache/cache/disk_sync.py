@@ -42,7 +42,7 @@ from torch.utils.data import get_worker_info
 
 from lightning_stocache.cache.seats import READY, are_stored
 from lightning_stocache.node.processes import THREAD_PREFIX
-from lightning_stocache.node.segment import Segment
+from lightning_stocache.node.segment import Segment, view_of
 
 __all__ = ["ROUNDS", "SYNC_SECONDS", "DiskSync"]
 
@@ -120,13 +120,14 @@ class DiskSync:
     def __init__(self, segment: Segment, offset: int) -> None:
         self._segment, self._offset = segment, offset
         self._rounds = segment.numbers_at(offset, 6, "q")
+        self._view = view_of(self._rounds)
         self._process = _processes.setdefault(segment, _Process())
         self._join()
 
     @property
     def safe_word(self) -> int:
         """The largest word that a slot has if its sample is safe."""
-        return int(self._rounds[_SAFE] << _KIND_BITS | READY)
+        return int(self._view[_SAFE] << _KIND_BITS | READY)
 
     def unsafe(self, words: npt.NDArray[np.uint32]) -> list[int]:
         """The numbers of those words of slots (uint32 `[samples]`) that do not say that the sample is safe."""
@@ -139,12 +140,12 @@ class DiskSync:
     @property
     def has_failed(self) -> bool:
         """Whether the disk has lost what it had taken."""
-        return self._process.has_failed or self._rounds[_FAILED] != 0
+        return self._process.has_failed or self._view[_FAILED] != 0
 
     def note_write(self) -> None:
         """Note that a sample will be written. Raises OSError if the disk has no room for a number."""
         self._process.has_written = True
-        if not self._rounds[_WRITTEN]:
+        if not self._view[_WRITTEN]:
             self._rounds[_WRITTEN] = 1
 
     def stored_word(self) -> int:
@@ -153,8 +154,8 @@ class DiskSync:
         Without the turn the number of the last round may be set back, so the sync at the end of an epoch may be left
         out.
         """
-        number = self._rounds[_BEGUN] + 1
-        if self._rounds[_STORED] != number:
+        number = self._view[_BEGUN] + 1
+        if self._view[_STORED] != number:
             self._rounds[_STORED] = number
         return int(number << _KIND_BITS | READY)
 
@@ -215,8 +216,8 @@ class DiskSync:
         self._process.join(time.monotonic() + LAST_SECONDS)
 
     def close(self) -> None:
-        """Drop the view."""
-        self._rounds = memoryview(bytearray(ROUNDS.size)).cast("q")
+        """Drop the views."""
+        self._rounds = self._view = memoryview(bytearray(ROUNDS.size)).cast("q")
 
     def _join(self) -> None:
         if self._process.joined is None:  # through the file: pages that are mapped cannot be dropped

@@ -13,7 +13,7 @@ from lightning_stocache.cache.head import FREE, LEFT, ONCE, Head
 from lightning_stocache.cache.layout import UNREADABLE, Layout, Verifier
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.records import RecordCodec
-from lightning_stocache.node.segment import Segment
+from lightning_stocache.node.segment import Segment, view_of
 
 __all__ = ["KNOWN", "Records"]
 
@@ -50,6 +50,7 @@ class Records(Layout):
         self.end, self.fixed_bytes = segment.size - 1, head.fixed_bytes
         self.granted_bytes = segment.size - self.fixed_bytes
         self._begins, self._sizes = self.columns["begin"].data, self.columns["nbytes"].data
+        self._words_view = view_of(self.numbers)
         self._run = segment.memory(0, segment.size)
 
     @classmethod
@@ -87,11 +88,11 @@ class Records(Layout):
     @property
     def free(self) -> int:
         """The offset of the free part of the run."""
-        return max(int(self.numbers[FREE]), self.begin)
+        return max(self._words_view[FREE], self.begin)
 
     def has_room(self, nbytes: int) -> bool:
         """Whether a record may find room."""
-        return bool(nbytes <= self.end - self.free or self.numbers[LEFT])
+        return bool(nbytes <= self.end - self.free or self._words_view[LEFT])
 
     def write(self, slots: Sequence[int], samples: Sequence[Sequence[memoryview]]) -> list[bool]:
         """Write records one behind the other, all at once, and their places.
@@ -102,7 +103,7 @@ class Records(Layout):
         sizes = [self.size(contents) for contents in samples]
         if not any(map(self.has_room, sizes)):
             return [False] * len(slots)
-        if self.numbers[LEFT]:
+        if self._words_view[LEFT]:
             return [self._write_again(slot, contents) for slot, contents in zip(slots, samples, strict=True)]
         return self._append(slots, samples, sizes)
 
@@ -255,12 +256,12 @@ class Records(Layout):
     def close(self) -> None:
         """Drop all views."""
         super().close()
-        self._begins = self._sizes = memoryview(b"")
+        self._begins = self._sizes = self._words_view = memoryview(b"")
         self._run.release()
 
     def _take_room(self, sizes: Sequence[int], alignments: Sequence[int]) -> tuple[int, int, list[int]]:
         """Move the free offset. Returns where it was, where it is, and the begin of each record; 0 without room."""
-        if self._head.has_entries and not self.numbers[FREE]:
+        if self._head.has_entries and not self._words_view[FREE]:
             self._find_free()
         before = end = self.free
         begins = []

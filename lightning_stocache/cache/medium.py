@@ -179,7 +179,7 @@ class Disk(Medium):
     @property
     def can_store(self) -> bool:
         """Whether more samples may be stored: the file has its full length, and the disk has lost nothing."""
-        return self.is_whole and not self.has_failed
+        return self._segment.is_whole and not self.sync.has_failed
 
     def stored_word(self) -> int:
         """The word of a slot that is stored now. Call it in a turn."""

@@ -33,10 +33,10 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from lightning_stocache.node.segment import Numbers, Segment, fence
+from lightning_stocache.node.segment import Numbers, Segment, fence, view_of
 
 __all__ = ["EMPTY", "READY", "SEATS", "Seats", "are_stored"]
 
@@ -116,32 +116,35 @@ class Seats:
         stored_word: Callable[[], int] | None = None,
     ) -> None:
         self._segment, self._words, self._lives, self._changes = segment, words, lives, changes
+        self._words_view, self._changes_view = view_of(words), view_of(changes)  # the same, to read
         self._stored_word = stored_word
         self._process = _processes.setdefault(segment, _Process())
 
     @property
     def changes(self) -> int:
         """The number of changes so far."""
-        return int(self._changes[0])
+        return int(self._changes_view[0])
 
-    def take(self, slots: Sequence[int], word: int = EMPTY) -> list[int]:
+    def take(self, slots: Iterable[int], word: int = EMPTY) -> list[int]:
         """Claim those of the slots that are free, for this thread. Returns them.
 
         Args:
             slots: each at most once.
             word: READY claims slots that are stored, which are empty then.
         """
-        process, words = self._process, self._words
-        found = {slot: words[slot] for slot in slots}
-        free = [slot for slot, now in found.items() if now == word or self._is_void(now)]
-        if not free or process.is_full or not self._segment.has_locks:
+        words, free = self._words_view, dict[int, int]()  # by slot, its word
+        for slot in slots:
+            now = words[slot]
+            if now == word or self._is_void(now):
+                free[slot] = now
+        if not free or self._process.is_full or not self._segment.has_locks:
             return []
-        return self._segment.in_turn(self._take, free, found) or []
+        return self._segment.in_turn(self._take, free) or []
 
     def is_mine(self, slot: int) -> bool:
         """Whether this thread has claimed a slot."""
         process = self._process
-        return process.owners.get(slot) == threading.get_ident() and self._words[slot] == process.claim
+        return process.owners.get(slot) == threading.get_ident() and self._words_view[slot] == process.claim
 
     def mine(self, slots: Iterable[int]) -> set[int]:
         """The slots among these that this thread has claimed."""
@@ -149,12 +152,12 @@ class Seats:
 
     def release(self, slots: Iterable[int]) -> None:
         """Release slots that this thread has claimed. A slot that is not stored is empty then."""
-        process, words, thread = self._process, self._words, threading.get_ident()
-        owners, claim = process.owners, process.claim
-        for slot in slots:
+        words, view, thread = self._words, self._words_view, threading.get_ident()
+        owners, claim = self._process.owners, self._process.claim
+        for slot in slots if owners else ():
             if owners.get(slot) == thread:
                 try:
-                    if words[slot] == claim:
+                    if view[slot] == claim:
                         words[slot] = EMPTY
                 except OSError:  # a disk without room: the slot stays claimed
                     continue
@@ -167,11 +170,13 @@ class Seats:
         """
 
         def set_stored() -> list[int]:
-            if seen is not None and self._changes[0] != seen:
+            if seen is not None and self._changes_view[0] != seen:
                 return []
             word = READY if self._stored_word is None else self._stored_word()
+            words, owners = self._words, self._process.owners
             for slot in slots:
-                self._words[slot] = word
+                words[slot] = word
+                owners.pop(slot, None)
             return list(slots)
 
         return self._segment.in_turn(set_stored) or []
@@ -186,11 +191,11 @@ class Seats:
         Returns:
             The slots that are stored now; None if the turn was not to be had.
         """
-        found = {slot: self._words[slot] for slot in slots}
+        found = {slot: self._words_view[slot] for slot in slots}
         free = [slot for slot, now in found.items() if now == EMPTY or self._is_void(now) or self.is_mine(slot)]
 
         def set_stored() -> list[int]:
-            unchanged = [slot for slot in free if self._words[slot] == found[slot]]
+            unchanged = [slot for slot in free if self._words_view[slot] == found[slot]]
             number = word()
             for slot in unchanged:
                 self._words[slot] = number
@@ -214,22 +219,22 @@ class Seats:
 
     def _end_change(self) -> None:
         """In a turn: end the change of a process that has died in it."""
-        if self._changes[0] & 1:
+        if self._changes_view[0] & 1:
             self._changes[0] += 1
 
     def close(self) -> None:
         """Drop the views. The claims of this process go with its descriptors."""
-        self._words = self._lives = memoryview(b"")
-        self._changes = memoryview(bytes(8)).cast("q")
+        self._words = self._words_view = self._lives = memoryview(b"")
+        self._changes = self._changes_view = memoryview(bytes(8)).cast("q")
 
-    def _take(self, free: Collection[int], found: dict[int, int]) -> list[int]:
-        process, words, thread = self._process, self._words, threading.get_ident()
+    def _take(self, free: Mapping[int, int]) -> list[int]:
+        process, words, view, thread = self._process, self._words, self._words_view, threading.get_ident()
         self._end_change()
         if not process.claim:
             self._take_seat()
         claim, taken = process.claim, []
-        for slot in free if claim else ():
-            if words[slot] == found[slot]:
+        for slot, word in free.items() if claim else ():
+            if view[slot] == word:
                 process.owners[slot] = thread  # before the word: KeyboardInterrupt must not leave a claim to nobody
                 words[slot] = claim
                 taken.append(slot)

