@@ -126,7 +126,8 @@ class Records(Layout):
         self, slots: Sequence[int], samples: Sequence[Sequence[memoryview]], sizes: Sequence[int]
     ) -> list[bool]:
         alignments = [_SMALL if len(contents) == 1 else aligned(1) for contents in samples]
-        taken = self._segment.in_turn(self._take_room, sizes, alignments)
+        found = self._find_free() if self._head.has_entries and not self._words_view[FREE] else 0
+        taken = self._segment.in_turn(self._take_room, sizes, alignments, found)
         if taken is None:
             return [False] * len(slots)
         before, end, begins = taken
@@ -217,10 +218,10 @@ class Records(Layout):
         """Also find the free part of the run. On a full disk that cannot be noted, so who writes finds it again."""
         super().mend()
         with suppress(OSError):
-            self._find_free()
+            self.numbers[FREE] = self._find_free()
 
-    def _find_free(self) -> None:
-        """Let the free part begin behind the last sound record. Empties slots with a record outside of the run."""
+    def _find_free(self) -> int:
+        """Where the last sound record ends. Empties slots with a record outside of the run."""
         free, below = self.begin, self.end
         while free == self.begin and len(last := self._last_records(below)):
             for begin, slot, end in last.tolist():
@@ -228,8 +229,8 @@ class Records(Layout):
                 if cast(Callable[[int], bool], self.is_sound)(slot):
                     free = end
                     break
-                self.forget(slot)
-        self.numbers[FREE] = free
+                self._leave_out(slot)
+        return free
 
     def _last_records(self, below: int) -> Integers:
         """The last records that begin before an offset: begin, slot and end, int64 `[records, 3]`, the last one first.
@@ -245,7 +246,7 @@ class Records(Layout):
             inside = (begin >= self.begin) & (begin < self.end) & (nbytes > 0) & (nbytes <= self.end - begin)
             stored = entries["sum"] != 0
             for number in np.flatnonzero(stored & ~inside).tolist():
-                self.forget(first + number)
+                self._leave_out(first + number)
             numbers = np.flatnonzero(stored & inside & (begin < below))
             rows = np.stack([begin[numbers], first + numbers, begin[numbers] + nbytes[numbers]], axis=1)
             found = np.concatenate([found, rows])
@@ -253,16 +254,25 @@ class Records(Layout):
             first = last
         return found
 
+    def _leave_out(self, slot: int) -> None:
+        """Empty a slot whose record is not sound, unless another process has found the free part, and may fill it."""
+        if not self._words_view[FREE]:
+            self.forget(slot)
+
     def close(self) -> None:
         """Drop all views."""
         super().close()
         self._begins = self._sizes = self._words_view = memoryview(b"")
         self._run.release()
 
-    def _take_room(self, sizes: Sequence[int], alignments: Sequence[int]) -> tuple[int, int, list[int]]:
-        """Move the free offset. Returns where it was, where it is, and the begin of each record; 0 without room."""
-        if self._head.has_entries and not self._words_view[FREE]:
-            self._find_free()
+    def _take_room(self, sizes: Sequence[int], alignments: Sequence[int], found: int) -> tuple[int, int, list[int]]:
+        """Move the free offset, which was `found` if nobody has noted it.
+
+        Returns:
+            Where it was, where it is, and the begin of each record; 0 without room.
+        """
+        if found and not self._words_view[FREE]:
+            self.numbers[FREE] = found
         before = end = self.free
         begins = []
         for nbytes, alignment in zip(sizes, alignments, strict=True):
