@@ -65,7 +65,7 @@ from lightning_stocache.cache.rolling_slots import RollingSlots, Word, live_byte
 from lightning_stocache.cache.shortage import refused
 from lightning_stocache.cache.store import NO_PLACE, RETRY_SECONDS, Store, layout_of
 from lightning_stocache.node.budget import format_bytes
-from lightning_stocache.node.files import HEADER_BYTES, Backend, Manifest
+from lightning_stocache.node.files import HEADER_BYTES, Backend, Geometry, Manifest
 from lightning_stocache.node.segment import Segment
 
 __all__ = ["FILLERS", "RollingStore"]
@@ -159,7 +159,8 @@ class RollingStore(Store):
         if not segment.on_disk:
             return cls(segment, codec, arc)
         size = live_bytes(arc.slots)
-        live = Segment.create(size, reserved=size)
+        manifest = Manifest(Geometry(0, 0), "the control words of a rolling cache on a disk", payload=size)
+        live = Segment.create(size, "file", manifest, reserved=size)
         try:
             store = cls(segment, codec, arc, live)
             store.repair()

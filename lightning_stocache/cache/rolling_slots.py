@@ -2,8 +2,9 @@
 
 On a disk the control words and the rounds of slots lie in memory that the processes of the job share (`live_bytes`),
 because a disk may lose what it has taken: then a page has what it had before, and a slot the generation of a sample
-that was overwritten since. So a slot that a writer takes loses its round first, and gets one when its sample is whole.
-The round is a word of `disk_sync`, or `UNVERIFIED`, or `NOTHING`.
+that was overwritten since. That memory is a file with a name in /dev/shm, so a process in another container can attach
+to it, as to the file on the disk. So a slot that a writer takes loses its round first, and gets one when its sample is
+whole. The round is a word of `disk_sync`, or `UNVERIFIED`, or `NOTHING`.
 """
 
 from __future__ import annotations

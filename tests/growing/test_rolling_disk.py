@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lightning_stocache import CachedDataset, RollingCache, RollingWriter
 from lightning_stocache.cache.contents import contents_of
@@ -19,8 +20,8 @@ from lightning_stocache.node.segment import Segment
 from lightning_stocache.setup.named_cache import CacheInUseError
 from tests.cache.stores import refuse_stores
 from tests.growing.pools import LENGTH, SPEC, Numbers, all_resident, epoch, fillers_end, row, write
-from tests.jobs import warnings
-from tests.processes import call, hanging, wait_until
+from tests.jobs import skip_without, warnings
+from tests.processes import call, call_many, enter_container, hanging, wait_until
 from tests.sources import Allowance, CountedSource, CountedStream, Made
 
 EACH = SPEC.nbytes + 8 + 8 + 8 + 8  # state, time, checksum, index
@@ -122,6 +123,31 @@ def test_a_second_live_job_is_refused(on_disk, monkeypatch):
     with pytest.raises(CacheInUseError):
         len(on_disk(Numbers()))
     assert epoch(pool)
+
+
+def shared_apart(folder: str, rank: int) -> list[int]:
+    """What a rank of a job reads, the second one in a container of its own."""
+    if rank:
+        enter_container()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    try:
+        pool = RollingCache(Numbers(), "100%", spec=SPEC, fillers=1, minimum=LENGTH, dir=f"{folder}/pools", name="pool")
+        pool.share()
+        read = sorted(pool[number][1] for number in range(len(pool)))
+        dist.barrier()
+        assert pool.stats().disk_bytes
+        pool.close()
+        return read
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.processes
+def test_ranks_in_two_containers_share_a_pool(monkeypatch, tmp_path):
+    """They share the directory, /dev/shm and the network."""
+    skip_without(["unshare", "--pid", "--fork", "--mount-proc"])
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert call_many(shared_apart, [(str(tmp_path), rank) for rank in range(2)]) == [list(range(LENGTH))] * 2
 
 
 @pytest.mark.processes
