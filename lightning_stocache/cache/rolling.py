@@ -422,14 +422,15 @@ class RollingStore(Store):
         resident: Integers = np.flatnonzero(is_complete(generations) | is_replaced)
         return resident
 
-    def slots_by_index(self, length: int) -> Integers:
-        """The slot of each index of a source, int64 `[length]`, or NO_PLACE; known on a disk only."""
-        found, slots = np.full(length, NO_PLACE, dtype=np.int64), self.readable_slots()
-        if (column := self.layout.columns.get("index")) is not None:
-            indices = column[slots]
-            is_inside = (indices >= 0) & (indices < length)
-            found[indices[is_inside]] = slots[is_inside]
-        return found
+    def slots_by_index(self, length: int) -> tuple[Integers, Integers]:
+        """The indices below `length` whose samples can be read, in rising order, and their slots; on a disk only."""
+        column = self.layout.columns.get("index")
+        if column is None:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        slots = self.readable_slots()
+        indices, first = np.unique(column[slots], return_index=True)
+        inside = slice(*np.searchsorted(indices, [0, length]))
+        return indices[inside], slots[first[inside]]
 
     def begin_epoch(self) -> None:
         """Begin an epoch: samples that come from now on are newer than the epoch."""

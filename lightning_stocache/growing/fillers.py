@@ -208,13 +208,16 @@ def _fill(
     notes = _notes_in(memory, count)[number]
     in_a_row = 0
     drawn = store.drawn(number)
-    resident = None if draws.passes is None else store.slots_by_index(draws.length or 0)
+    length = 0 if draws.passes is None else draws.length or 0
+    indices, slots = store.slots_by_index(length)
+    resident = np.full(length, NO_SLOT)
+    resident[indices] = slots
     for draw in draws.share(number, count, drawn):
         if notes[_STOP]:
             return
         drawn += 1
         store.note_drawn(number, drawn)
-        slot = NO_SLOT if resident is None else int(resident[draw.index])
+        slot = int(resident[draw.index]) if length else NO_SLOT
         if slot != NO_SLOT and store.is_sound(slot):
             continue
         notes[_INDEX], notes[_SINCE] = draw.index, time.monotonic_ns()
