@@ -119,7 +119,7 @@ class Disk(Medium):
         ImportError: xxhash, which makes the checksums, is not installed.
     """
 
-    def __init__(self, segment: Segment, layout: Layout, identity: Callable[[int], tuple[int, ...]]) -> None:
+    def __init__(self, segment: Segment, layout: Layout, identity: Callable[..., tuple[int, ...]]) -> None:
         super().__init__(layout)
         self._segment = segment
         self.sync = DiskSync(segment, layout.rounds_offset)

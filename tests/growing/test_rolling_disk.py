@@ -24,7 +24,7 @@ from tests.jobs import skip_without, warnings
 from tests.processes import call, call_many, enter_container, hanging, wait_until
 from tests.sources import Allowance, CountedSource, CountedStream, Made
 
-EACH = SPEC.nbytes + 8 + 8 + 8 + 8  # state, time, checksum, index
+EACH = SPEC.nbytes + 8 + 5 * 8  # generation, and entry
 COMPARED = 4  # samples that a job reads to compare them
 
 
