@@ -8,8 +8,7 @@ Every sample that is appended gets a ticket, the next number from 1 on, and the 
     2 * ticket + 1    that sample is being written, or was dropped, or its writer was killed
 
 A second column has the time of the last sample (nanoseconds of the wall clock, which goes on after a reboot); in
-memory 0 if it was dropped. Behind the words of every store lie control words, and how many samples each of `FILLERS`
-fillers has drawn. A writer
+memory 0 if it was dropped. Behind the words of every store lie those of `rolling_draws`, and control words. A writer
 
     [turn: next slot, its byte locked, generation odd] > bytes written > fence > generation even > byte unlocked
 
@@ -59,6 +58,7 @@ from lightning_stocache.cache.head import ONCE, ROLLING, ROLLING_ENTRY, Head, is
 from lightning_stocache.cache.layout import Layout
 from lightning_stocache.cache.medium import Disk
 from lightning_stocache.cache.placement import Arc, Domain, Integers
+from lightning_stocache.cache.rolling_draws import DRAWS_WORDS, RollingDraws
 from lightning_stocache.cache.rolling_reader import RollingReader
 from lightning_stocache.cache.rolling_room import Room, room_for
 from lightning_stocache.cache.rolling_slots import UNVERIFIED, RollingSlots, Word, live_bytes
@@ -68,17 +68,11 @@ from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.node.files import HEADER_BYTES, Backend, Geometry, Manifest
 from lightning_stocache.node.segment import Segment
 
-__all__ = ["FILLERS", "RollingStore"]
+__all__ = ["RollingStore"]
 
 log = logging.getLogger(__name__)
 
-FILLERS = 64
-"""The most fillers of a store."""
-
-# Words that outlive a job on a disk: what the fillers draw, and how many samples each has drawn.
-_PLAN = ONCE.words
-_DRAWN = _PLAN + 1
-_WORDS = _DRAWN + FILLERS  # the first control word of a store in memory
+_WORDS = ONCE.words + DRAWS_WORDS  # the first control word of a store in memory
 _LATEST = 1 << 60  # generations above are damaged
 
 
@@ -109,6 +103,8 @@ class RollingStore(Store):
         self._room: Room = room_for(codec)(segment, cast(Any, self.layout), self._slots)
         disk = cast(Disk, self._medium) if segment.on_disk else None
         self._reader = RollingReader(segment, self.layout, self._slots, self._room, disk)
+        self.draws = RollingDraws(self.layout.numbers, ONCE.words)
+        """What the fillers of this store draw, and how far they are."""
         self._has_left_out = False  # a sample, since the store has stopped growing
 
     @classmethod
@@ -487,37 +483,6 @@ class RollingStore(Store):
             return max(self.filled, 1)
         return self._room.capacity(self.codec.nbytes)
 
-    # ---- fillers ----
-
-    def plan_draws(self, plan: int, *, goes_on: bool) -> bool:
-        """Note the plan of the fillers' draws. The counts of the last job stay only if its plan is equal and `goes_on`.
-
-        Args:
-            plan: a digest of everything that decides the draws.
-            goes_on: whether the fillers go on behind the draws of the last job.
-
-        Returns:
-            Whether the fillers cannot go on, because the last job had another plan.
-        """
-        words = self.layout.numbers
-        is_equal = words[_PLAN] == plan
-        is_other = goes_on and not is_equal and words[_PLAN] != 0
-        with suppress(OSError):  # a full disk
-            if not (goes_on and is_equal):
-                for filler in filter(self.drawn, range(FILLERS)):
-                    words[_DRAWN + filler] = 0
-            words[_PLAN] = plan
-        return is_other
-
-    def drawn(self, filler: int) -> int:
-        """The number of samples that a filler has drawn; of a stream, since its beginning."""
-        return int(self.layout.numbers[_DRAWN + filler])
-
-    def note_drawn(self, filler: int, count: int) -> None:
-        """Note how many samples a filler has drawn, on a disk for the next job, too."""
-        with suppress(OSError):  # a full disk: some are drawn again
-            self.layout.numbers[_DRAWN + filler] = count
-
     def close(self) -> None:
         """Close the store in this process."""
         super().close()
@@ -527,5 +492,6 @@ class RollingStore(Store):
     def drop_views(self) -> None:
         """Stop using the segment, which stays open."""
         self._slots.close()
+        self.draws.close()
         self._words = memoryview(b"")
         super().drop_views()

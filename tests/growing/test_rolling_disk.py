@@ -18,6 +18,7 @@ from lightning_stocache.node.files import prefix
 from lightning_stocache.node.named import clean, named_segments
 from lightning_stocache.node.segment import Segment
 from lightning_stocache.setup.named_cache import CacheInUseError
+from lightning_stocache.setup.segments import CacheMemoryError
 from tests.cache.stores import refuse_stores
 from tests.growing.pools import LENGTH, SPEC, Numbers, all_resident, epoch, fillers_end, row, write
 from tests.jobs import skip_without, warnings
@@ -123,6 +124,41 @@ def test_a_second_live_job_is_refused(on_disk, monkeypatch):
     with pytest.raises(CacheInUseError):
         len(on_disk(Numbers()))
     assert epoch(pool)
+
+
+def opened_at_once(folder: Path, jobs: int, number: int) -> bool:
+    """Whether this one of some jobs that open a pool at the same moment has it. It ends when all have tried."""
+    processes.REPORT_SECONDS = 0.2
+    pool = RollingCache(None, 20 * EACH + 2**14, spec=SPEC, minimum=1, dir=str(folder / "pools"), name="pool")
+
+    def meet(where: str) -> None:
+        (folder / f"{where} {number}").touch()
+        wait_until(lambda: len(list(folder.glob(f"{where} *"))) == jobs)
+
+    meet("ready")
+    try:
+        pool.share()
+    except (CacheInUseError, CacheMemoryError) as error:  # the latter where another job has just made the file
+        if "is in use" not in str(error):
+            raise
+        meet("tried")
+        return False
+    write(pool.handle, [pool.stats().appended])
+    meet("tried")
+    pool.close()
+    return True
+
+
+@pytest.mark.processes
+def test_one_of_many_jobs_that_open_a_pool_at_once_has_it(on_disk, tmp_path):
+    """Whether the file is there or not. The others write nothing."""
+    for moment in ("first", "second"):
+        folder = tmp_path / moment
+        folder.mkdir()
+        (folder / "pools").symlink_to(tmp_path / "pools")
+        (tmp_path / "pools").mkdir(exist_ok=True)
+        assert sorted(call_many(opened_at_once, [(folder, 4, number) for number in range(4)])) == [False] * 3 + [True]
+    assert on_disk(None, budget=20 * EACH + 2**14).stats().resident == 2
 
 
 def shared_apart(folder: str, rank: int) -> list[int]:
