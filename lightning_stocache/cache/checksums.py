@@ -46,16 +46,14 @@ class Checksums:
         disk: the segment of the store.
         layout: the layout of the store, with a column `sum`, which it fills from now on.
         identity: given a slot, the numbers of its sample that the checksum covers (the index; if the store rolls, the
-            ticket, too).
+            ticket, too). A rolling store is also given the index of a sample whose entry is not written yet.
         sync: gives verified slots their words.
 
     Raises:
         ImportError: xxhash is not installed; the message says how to get it.
     """
 
-    def __init__(
-        self, disk: Segment, layout: Layout, identity: Callable[[int], tuple[int, ...]], sync: DiskSync
-    ) -> None:
+    def __init__(self, disk: Segment, layout: Layout, identity: Callable[..., tuple[int, ...]], sync: DiskSync) -> None:
         self._disk, self._layout, self._identity, self._sync = disk, layout, identity, sync
         self._xxh3 = checksum()
         self._rest_until = 0.0
@@ -149,11 +147,11 @@ class Checksums:
         parts = self._layout.fetch(slot)
         return 0 if parts is None else self._sum(slot, self._layout.begin_of(slot), sum(map(len, parts)), parts)
 
-    def _sum(self, slot: int, begin: int, nbytes: int, contents: Iterable[Any]) -> int:
+    def _sum(self, slot: int, begin: int, nbytes: int, contents: Iterable[Any], *index: int) -> int:
         digest = self._xxh3()
         for part in contents:
             digest.update(part)
-        numbers = (begin, *self._identity(slot), nbytes)
+        numbers = (begin, *self._identity(slot, *index), nbytes)
         digest.update(struct.pack(f"<16s{len(numbers)}q", self._disk.token, *numbers))
         return int(digest.intdigest()) | 1
 

@@ -14,7 +14,8 @@ at the end of an epoch. What earlier jobs have stored is verified, and is like a
 may die, or have no turn, when its sample has a checksum and its slot is not stored yet. So once a process has begun to
 write since the file was opened, a verified sample belongs to the round in which it is verified.
 
-After an error nothing becomes safe any more, and nothing is stored, while the file is open. The kernel reports an error
+After an error nothing becomes safe any more, and nothing is stored, while the file is open. As the disk may lose the
+number that says so, too, the process that had the error also locks a byte until it ends. The kernel reports an error
 once to each process that has the file open, but not to a process that opens it after a report. So a process that dies
 during its `fdatasync` may hide an error. After such a death, a process syncs only if it had opened the file before. The
 page cache may still show lost pages whole. So the first process that opens the file alone after an error, or after such
@@ -63,6 +64,7 @@ _BEGUN, _SAFE, _STORED, _FAILED, _TIME, _WRITTEN = range(6)
 _KIND_BITS = 2  # of a word, which say that a slot is stored; the other bits are the round
 _KIND = (1 << _KIND_BITS) - 1
 _BYTE = 1 << 41  # locked by the process that makes samples safe
+_LOST = _BYTE + 1  # locked by a process whose sync has failed, until it ends: the disk may lose the number, too
 _PAUSE = 0.01
 
 
@@ -258,6 +260,8 @@ class DiskSync:
         rounds = self._rounds
         has_died = rounds[_BEGUN] != rounds[_SAFE]  # a process, during its sync
         may_miss_error = has_died and (self._process.joined or 0) > rounds[_SAFE]
+        if self._segment.is_locked(_LOST):
+            self._process.has_failed = True
         if self.has_failed or may_miss_error:
             return 0
         rounds[_TIME] = time.monotonic_ns()
@@ -270,6 +274,7 @@ class DiskSync:
 
     def _fail(self, error: OSError) -> None:
         self._process.has_failed = True
+        self._segment.lock(_LOST)
         with suppress(OSError):
             self._rounds[_FAILED] = 1
         log.warning(

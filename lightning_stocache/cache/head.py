@@ -31,6 +31,7 @@ __all__ = [
     "ON_DISK",
     "OWN_WORDS",
     "ROLLING",
+    "ROLLING_ENTRY",
     "ROUNDS_BEGIN",
     "Head",
     "columns",
@@ -43,6 +44,9 @@ ROLLING: Mapping[str, str | int] = {"form": "rolling"}
 
 ENTRY = np.dtype([("sum", np.uint64), ("begin", np.int64), ("nbytes", np.int64)])
 """What outlives a job on a disk, per slot: the checksum, zero without a sample; where the record begins; its size."""
+
+ROLLING_ENTRY = np.dtype([*ENTRY.descr, ("index", np.int64), ("time", np.int64)])
+"""An entry of a rolling store: also the index of the sample in its source, and when it came (`rolling`)."""
 
 END = ""
 """The name under which `offsets` gives the end of all arrays."""
@@ -99,37 +103,49 @@ class Head:
 
     columns: Mapping[str, npt.DTypeLike]
     words: int = 8
-    has_entries: bool = False
+    entry: np.dtype[Any] | None = None
+    """What each slot has in its entry; None without entries."""
+
+    block: int = aligned(1)
+    """Entries begin at a multiple of it in the file."""
 
     def plus(self, columns: Mapping[str, npt.DTypeLike]) -> Head:
         """This head with more columns."""
         return replace(self, columns={**self.columns, **columns})
 
     @property
+    def on_disk(self) -> Head:
+        """This head with entries, all bytes before which one hole frees."""
+        return replace(self, entry=ENTRY, block=_BLOCK)
+
+    @property
     def of_records(self) -> Head:
         """This head with the places of records; entries have them."""
-        return self if self.has_entries else self.plus({"begin": np.int64, "nbytes": np.int64})
+        return self if self.entry else self.plus({"begin": np.int64, "nbytes": np.int64})
 
     def scratch_bytes(self, count: int) -> int:
         """Bytes of columns and words."""
         size = aligned(offsets(self.columns, count)[END] + 8 * self.words)
-        if not self.has_entries:
-            return size
-        return -(-(HEADER_BYTES + size) // _BLOCK) * _BLOCK - HEADER_BYTES
+        return -(-(HEADER_BYTES + size) // self.block) * self.block - HEADER_BYTES
 
     def nbytes(self, count: int) -> int:
         """Bytes of the head for `count` slots."""
-        return aligned(self.scratch_bytes(count) + count * ENTRY.itemsize * self.has_entries)
+        return aligned(self.scratch_bytes(count) + count * self.entry_bytes)
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of an entry; 0 without entries."""
+        return self.entry.itemsize if self.entry else 0
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of a slot in all columns."""
-        return sum(np.dtype(dtype).itemsize for dtype in self.columns.values()) + ENTRY.itemsize * self.has_entries
+        return sum(np.dtype(dtype).itemsize for dtype in self.columns.values()) + self.entry_bytes
 
     @property
     def fixed_bytes(self) -> int:
         """Bytes of the words, and the most that alignment wastes. The number of slots does not matter."""
-        return 8 * self.words + 256 + _BLOCK * self.has_entries
+        return 8 * self.words + 256 + (self.block if self.entry else 0)
 
 
 FREE, CHANGES, LEFT, CLEARS, ROUNDS_BEGIN = range(5)
@@ -139,6 +155,5 @@ OWN_WORDS = ROUNDS_BEGIN + ROUNDS.size // 8
 ONCE = Head({"state": np.uint32}, OWN_WORDS + SEATS // 2)
 """The head of a store whose slots are written once. Behind its first words lie the lives of seats."""
 
-
-ON_DISK = replace(ONCE, has_entries=True)
+ON_DISK = ONCE.on_disk
 """The head of such a store on a disk."""

@@ -5,7 +5,8 @@
     words        a few int64 for all slots: where the free part of the run of records begins; the number of changes, odd
                  while a change is under way; whether emptied slots have left room; how often all was cleared; the
                  rounds of `disk_sync`; the lives of seats
-    entries      on a disk, per slot: the checksum, where the record begins, its size; int64 each
+    entries      on a disk, per slot: the checksum, where the record begins, its size; int64 each; of a rolling store
+                 also index and time of the sample
     rows         one array per field, `[slots, nbytes]`; or
     records      one run of bytes
 
@@ -48,7 +49,6 @@ from lightning_stocache.cache.head import (
     CHANGES,
     CLEARS,
     END,
-    ENTRY,
     ONCE,
     OWN_WORDS,
     ROUNDS_BEGIN,
@@ -64,8 +64,6 @@ __all__ = ["UNREADABLE", "Layout", "Verifier"]
 
 UNREADABLE: Any = object()
 """Stands for a sample that another job has stored and this job cannot decode."""
-
-_ENTRY = struct.Struct("<Qqq")
 
 
 class Verifier(Protocol):
@@ -104,11 +102,13 @@ class Layout(ABC):
         self._words_start = starts[END]
         self.columns = columns(segment, head.columns, count)
         self._places = {name: (starts[name], column.itemsize) for name, column in self.columns.items()}
-        if head.has_entries:
-            entries = columns(segment, {"entry": ENTRY}, count, self.scratch_bytes)["entry"]
-            for name, (_, offset) in cast(Any, ENTRY.fields).items():
-                self.columns[name] = entries[name]
-                self._places[name] = self.scratch_bytes + offset, ENTRY.itemsize
+        self.entries: npt.NDArray[Any] = np.empty(0)
+        """The entries on a disk, live, `[slots]`."""
+        if head.entry is not None:
+            self.entries = columns(segment, {"entry": head.entry}, count, self.scratch_bytes)["entry"]
+            for name, (_, offset) in cast(Any, head.entry.fields).items():
+                self.columns[name] = self.entries[name]
+                self._places[name] = self.scratch_bytes + offset, head.entry_bytes
         self.words = columns(segment, {"words": np.int64}, head.words, self._words_start)["words"]
         self.state = self.columns["state"]
         self.states: Numbers = segment.numbers_at(starts["state"], count, cast(Any, self.state.dtype.char))
@@ -121,10 +121,11 @@ class Layout(ABC):
         """The number of changes (`seats`)."""
         self.rounds_offset = self._words_start + 8 * ROUNDS_BEGIN
         """Where the numbers of `disk_sync` are."""
-        self.is_kept = head.has_entries and segment.path is not None
+        self.is_kept = head.entry is not None and segment.path is not None
         """Whether entries of earlier jobs count: a file without a name has none."""
-        self.checksum: Callable[[int, int, int, Iterable[Any]], int] | None = None
-        """On a disk: makes the checksum of a sample, given its slot, where it begins, its bytes, and its parts."""
+        self.checksum: Callable[..., int] | None = None
+        """On a disk: makes the checksum of a sample, given its slot, where it begins, its bytes, its parts, and its
+        index if the entry does not have it yet."""
         self.is_sound: Callable[[int], bool] | None = None
         """On a disk: whether the sample of a slot is the one that was stored."""
 
@@ -223,12 +224,14 @@ class Layout(ABC):
         start, step = self._places[column]
         return start + slot * step
 
-    def seal(self, slot: int, begin: int, nbytes: int, contents: Iterable[Any]) -> None:
-        """Write the checksum of a sample on a disk, whose bytes are in their slot; rows begin at 0."""
+    def seal(self, slot: int, begin: int, nbytes: int, contents: Iterable[Any], *more: int) -> None:
+        """Write the entry of a sample on a disk, whose bytes are in their slot; rows begin at 0.
+
+        `more` are index and time of a sample in a rolling store.
+        """
         if self.checksum is not None:
-            entry = _ENTRY.pack(self.checksum(slot, begin, nbytes, contents), begin, nbytes)
-            if not self._head.has_entries:
-                entry = entry[:8]
+            number = self.checksum(slot, begin, nbytes, contents, *more[:1])
+            entry = struct.pack(f"<Q{2 + len(more)}q", number, begin, nbytes, *more)
             self._segment.store(self.offset_in("sum", slot), memoryview(entry))
 
     def empty(self, slots: Integers) -> None:
@@ -241,8 +244,7 @@ class Layout(ABC):
 
     def sum(self, slot: int) -> int:
         """The checksum of a slot, read through the file with the rest of its entry. Raises OSError for a bad block."""
-        nbytes = ENTRY.itemsize if self._head.has_entries else 8
-        return int.from_bytes(self._segment.fetch(self.offset_in("sum", slot), nbytes)[:8], "little")
+        return int.from_bytes(self._segment.fetch(self.offset_in("sum", slot), self._head.entry_bytes)[:8], "little")
 
     def forget(self, slot: int) -> None:
         """Empty a slot on a disk for this job and all later ones."""
@@ -273,7 +275,7 @@ class Layout(ABC):
         self._segment.store(self.offset_in("state", 0), memoryview(bytes(self.state.nbytes)))
         self._segment.store(self._words_start, memoryview(bytes(8 * CLEARS)))
         self.numbers[CLEARS] += 1
-        self._segment.discard(self.scratch_bytes if self._head.has_entries else self.begin)
+        self._segment.discard(self.scratch_bytes if self._head.entry else self.begin)
 
     @abstractmethod
     def note_left(self) -> None:
@@ -288,9 +290,9 @@ class Layout(ABC):
         self.state = self.words = np.empty(0, dtype=np.int64)
         self.states = self.lives = self.numbers = self.changes = memoryview(b"")
         self.checksum = self.is_sound = None
-        self.columns = {}
+        self.columns, self.entries = {}, np.empty(0)
 
     def _entries(self, first: int, last: int) -> npt.NDArray[Any]:
         """The entries of some slots, read through the file."""
-        content = self._segment.fetch(self.offset_in("sum", first), (last - first) * ENTRY.itemsize)
-        return np.frombuffer(content, ENTRY)
+        content = self._segment.fetch(self.offset_in("sum", first), (last - first) * self._head.entry_bytes)
+        return np.frombuffer(content, self._head.entry)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, cast
@@ -23,6 +24,7 @@ KNOWN = 32
 _DIRECTORY_SHARE = 28  # the columns of slots that may find no room take at most 1/28 of the granted bytes
 _SMALL = 8  # alignment of records with one part
 _GAP = memoryview(bytes(64))  # lies between two records
+_PLACE = struct.Struct("<qq")
 _STEP = 1 << 20  # slots whose entries are read together
 
 
@@ -126,7 +128,7 @@ class Records(Layout):
         self, slots: Sequence[int], samples: Sequence[Sequence[memoryview]], sizes: Sequence[int]
     ) -> list[bool]:
         alignments = [_SMALL if len(contents) == 1 else aligned(1) for contents in samples]
-        found = self._find_free() if self._head.has_entries and not self._words_view[FREE] else 0
+        found = self._find_free() if self._head.entry and not self._words_view[FREE] else 0
         taken = self._segment.in_turn(self._take_room, sizes, alignments, found)
         if taken is None:
             return [False] * len(slots)
@@ -150,8 +152,15 @@ class Records(Layout):
 
     def _note(self, slot: int, begin: int, nbytes: int, contents: Sequence[memoryview]) -> None:
         """Note where the record of a slot lies; on a disk with its checksum."""
-        if self._head.has_entries:
+        if self._head.entry:
             self.seal(slot, begin, nbytes, contents)
+        else:
+            self.set_place(slot, begin, nbytes)
+
+    def set_place(self, slot: int, begin: int, nbytes: int) -> None:
+        """Note where the record of a slot lies, without its checksum. Raises OSError if a disk has no room for that."""
+        if self._head.entry:
+            self._segment.store(self.offset_in("begin", slot), memoryview(_PLACE.pack(begin, nbytes)))
             return
         self._sizes[slot] = 0  # first: a writer that is killed here must not leave an old size with a new begin
         self._begins[slot] = begin
@@ -159,7 +168,7 @@ class Records(Layout):
 
     def begin_anew(self) -> None:
         """Use all room again: all slots are empty, and nobody fills one."""
-        if self._head.has_entries:  # its places cannot be forgotten at once
+        if self._head.entry:  # its places cannot be forgotten at once
             self.note_left()
             return
         self.columns["nbytes"][:] = 0
@@ -168,7 +177,7 @@ class Records(Layout):
 
     def clear(self) -> None:
         """Empty all slots, forget their places, and return the memory of the records."""
-        if not self._head.has_entries:
+        if not self._head.entry:
             self.columns["nbytes"][:] = 0
         super().clear()
 

@@ -83,13 +83,16 @@ class Rows(Layout):
                 memory = [np.frombuffer(b"".join(contents), np.uint8) for contents in zip(*samples, strict=True)]
             self.scatter(numbers, memory)
             return [True] * len(slots)
-        store = self._segment.store
         for slot, contents in zip(slots, samples, strict=True):
-            for start, nbytes, content in zip(self._fields, self._row_bytes, contents, strict=True):
-                if nbytes:
-                    store(start + slot * nbytes, content)
+            self.store(slot, contents)
             self.seal(slot, 0, self._nbytes, contents)
         return [True] * len(slots)
+
+    def store(self, slot: int, contents: Sequence[memoryview]) -> None:
+        """Write one sample through the file, without its entry. Raises OSError without room."""
+        for start, nbytes, content in zip(self._fields, self._row_bytes, contents, strict=True):
+            if nbytes:
+                self._segment.store(start + slot * nbytes, content)
 
     def gather(self, slots: Integers, into: Memory, pool: GatherPool = ALONE, verifier: Verifier | None = None) -> None:
         """Copy many samples into the memory of a batch.

@@ -119,7 +119,7 @@ class Disk(Medium):
         ImportError: xxhash, which makes the checksums, is not installed.
     """
 
-    def __init__(self, segment: Segment, layout: Layout, identity: Callable[[int], tuple[int, ...]]) -> None:
+    def __init__(self, segment: Segment, layout: Layout, identity: Callable[..., tuple[int, ...]]) -> None:
         super().__init__(layout)
         self._segment = segment
         self.sync = DiskSync(segment, layout.rounds_offset)
@@ -213,5 +213,7 @@ class Disk(Medium):
 
     def close(self) -> None:
         """Wait for a sync of this process, see `DiskSync.join`, and drop all views."""
-        self.sync.join()
-        self.sync.close()
+        try:
+            self.sync.join()
+        finally:  # Ctrl-C
+            self.sync.close()

@@ -7,9 +7,8 @@ Every sample that is appended gets a ticket, the next number from 1 on, and the 
     2 * ticket        the sample of that ticket can be read
     2 * ticket + 1    that sample is being written, or was dropped, or its writer was killed
 
-A second column has the time of the last sample (nanoseconds of the wall clock, which goes on after a reboot), 0 if it
-was dropped. Behind the words of every store lie control words, and how many samples each of `FILLERS` fillers has
-drawn. A writer
+A second column has the time of the last sample (nanoseconds of the wall clock, which goes on after a reboot); in
+memory 0 if it was dropped. Behind the words of every store lie those of `rolling_draws`, and control words. A writer
 
     [turn: next slot, its byte locked, generation odd] > bytes written > fence > generation even > byte unlocked
 
@@ -25,9 +24,10 @@ How the samples of a kind find room, and where the next one goes, is in `rolling
 own copy, never bytes that a writer may change.
 
 On a disk the store outlives its job, and one job at a time has it open. The disk is mapped read-only: samples and
-numbers are written through the file. A reader may see such a number when only some of its bytes are written, so the
-last bit of a generation is set before the others are written and cleared after them, each time without a change of
-another byte. Each slot also has the index of its sample in the source (-1: unknown) and a checksum (`checksums`), which
+numbers are written through the file. A reader may see such a number when only some of its bytes are written, so a
+writer first notes in memory that the slot cannot be read (`rolling_slots`). The last bit of the generation is cleared
+without a change of another byte. Each slot has an entry (`ROLLING_ENTRY`), which is written at once behind its sample:
+the time, the index of the sample in the source (-1: unknown), where a record lies, and a checksum (`checksums`), which
 covers the ticket and the index, too. The process that opens the file (`repair`) finds the order of the samples from
 their columns alone, because after a power cut any page may be old. After a sync that has failed nothing is stored any
 more.
@@ -46,7 +46,6 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -55,30 +54,25 @@ import numpy.typing as npt
 from lightning_stocache.cache.codec import Codec, Lend, Memory
 from lightning_stocache.cache.disk_sync import ROUNDS
 from lightning_stocache.cache.gather_pool import ALONE, GatherPool
-from lightning_stocache.cache.head import ONCE, ROLLING, Head, is_complete
+from lightning_stocache.cache.head import ONCE, ROLLING, ROLLING_ENTRY, Head, is_complete
 from lightning_stocache.cache.layout import Layout
 from lightning_stocache.cache.medium import Disk
 from lightning_stocache.cache.placement import Arc, Domain, Integers
+from lightning_stocache.cache.rolling_draws import DRAWS_WORDS, RollingDraws
 from lightning_stocache.cache.rolling_reader import RollingReader
 from lightning_stocache.cache.rolling_room import Room, room_for
-from lightning_stocache.cache.rolling_slots import RollingSlots, Word, live_bytes
+from lightning_stocache.cache.rolling_slots import UNVERIFIED, RollingSlots, Word, live_bytes
 from lightning_stocache.cache.shortage import refused
 from lightning_stocache.cache.store import NO_PLACE, RETRY_SECONDS, Store, layout_of
 from lightning_stocache.node.budget import format_bytes
-from lightning_stocache.node.files import HEADER_BYTES, Backend, Manifest
+from lightning_stocache.node.files import HEADER_BYTES, Backend, Geometry, Manifest
 from lightning_stocache.node.segment import Segment
 
-__all__ = ["FILLERS", "RollingStore"]
+__all__ = ["RollingStore"]
 
 log = logging.getLogger(__name__)
 
-FILLERS = 64
-"""The most fillers of a store."""
-
-# Words that outlive a job on a disk: what the fillers draw, and how many samples each has drawn.
-_PLAN = ONCE.words
-_DRAWN = _PLAN + 1
-_WORDS = _DRAWN + FILLERS  # the first control word of a store in memory
+_WORDS = ONCE.words + DRAWS_WORDS  # the first control word of a store in memory
 _LATEST = 1 << 60  # generations above are damaged
 
 
@@ -109,6 +103,8 @@ class RollingStore(Store):
         self._room: Room = room_for(codec)(segment, cast(Any, self.layout), self._slots)
         disk = cast(Disk, self._medium) if segment.on_disk else None
         self._reader = RollingReader(segment, self.layout, self._slots, self._room, disk)
+        self.draws = RollingDraws(self.layout.numbers, ONCE.words)
+        """What the fillers of this store draw, and how far they are."""
         self._has_left_out = False  # a sample, since the store has stopped growing
 
     @classmethod
@@ -143,10 +139,8 @@ class RollingStore(Store):
 
     @classmethod
     def _head(cls, on_disk: bool) -> Head:
-        """On a disk also the checksum of a sample, and its index in the source, but no control words."""
-        if not on_disk:
-            return cls.head
-        return replace(cls.head.plus({"sum": np.uint64, "index": np.int64}), words=_WORDS)
+        """On a disk there are entries, and no control words."""
+        return Head({"state": np.int64}, _WORDS, ROLLING_ENTRY) if on_disk else cls.head
 
     @classmethod
     def mend(cls, codec: Codec, segment: Segment, manifest: Manifest, domain: Domain | None = None) -> None:
@@ -159,7 +153,8 @@ class RollingStore(Store):
         if not segment.on_disk:
             return cls(segment, codec, arc)
         size = live_bytes(arc.slots)
-        live = Segment.create(size, reserved=size)
+        manifest = Manifest(Geometry(0, 0), "the control words of a rolling cache on a disk", payload=size)
+        live = Segment.create(size, "file", manifest, reserved=size)
         try:
             store = cls(segment, codec, arc, live)
             store.repair()
@@ -169,9 +164,9 @@ class RollingStore(Store):
         return store
 
     @staticmethod
-    def _identity(layout: Layout, arc: Arc, slot: int) -> tuple[int, ...]:
-        """The ticket of a slot's sample, which may still be written, and its index."""
-        return int(layout.states[slot]) >> 1, int(layout.columns["index"][slot])
+    def _identity(layout: Layout, arc: Arc, slot: int, index: int | None = None) -> tuple[int, ...]:
+        """The ticket of a slot's sample, which may still be written, and its index, by default as in its entry."""
+        return int(layout.states[slot]) >> 1, int(layout.columns["index"][slot]) if index is None else index
 
     # ---- after a crash ----
 
@@ -183,7 +178,7 @@ class RollingStore(Store):
         """
         self._medium.drop_lost_pages()
         self.segment.store(self.layout.rounds_offset, memoryview(bytes(ROUNDS.size)))
-        columns = self.layout.columns
+        entries = self.layout.entries.copy()
         states = self._slots.generations.copy()
         is_sound = cast(Disk, self._medium).checksums.is_sound
         slots = np.flatnonzero(is_complete(states) & (states <= _LATEST))
@@ -195,19 +190,24 @@ class RollingStore(Store):
         words |= {Word.APPENDED: last, Word.EPOCH: last, Word.BEFORE: last, Word.FOUND: len(found)}
         is_found = np.zeros(self.count, dtype=np.bool_)
         is_found[found] = True
-        times = columns["time"]
         now = time.time_ns()
-        self._rewrite("state", states * is_found)
-        self._rewrite("time", np.where((times > 0) & (times <= now), times, now) * is_found)
-        if "nbytes" in columns:
-            self._rewrite("nbytes", columns["nbytes"] * is_found)
+        entries["nbytes"][~is_found] = 0
+        entries["time"][is_found & ((entries["time"] <= 0) | (entries["time"] > now))] = now
+        self._rewrite("state", self._slots.generations, states * is_found)
+        self._rewrite("sum", self.layout.entries, entries)
         for word, number in words.items():
             self._words[word] = number
+        cast(Any, self._slots.rounds)[is_found] = UNVERIFIED  # from here on these samples can be read
 
-    def _rewrite(self, name: str, numbers: npt.NDArray[Any]) -> None:
-        """Write a column, if it differs. Killed in it, a process leaves old and new numbers, which mend again."""
-        if not np.array_equal(self.layout.columns[name], numbers):
-            self.segment.store(self.layout.offset_in(name, 0), numbers.data.cast("B"))
+    def _rewrite(self, name: str, old: npt.NDArray[Any], new: npt.NDArray[Any]) -> None:
+        """Write the numbers that begin with a column, from the first that differs to the last one.
+
+        Killed in it, a process leaves old and new numbers, which mend again.
+        """
+        differ = np.flatnonzero(old != new)
+        if len(differ):
+            part = new[differ[0] : differ[-1] + 1]
+            self.segment.store(self.layout.offset_in(name, int(differ[0])), memoryview(part.tobytes()))
 
     # ---- storing ----
 
@@ -313,7 +313,6 @@ class RollingStore(Store):
         slots = self._slots
         try:
             if is_whole:
-                slots.numbers("time")[slot] = time.time_ns()
                 slots.publish(slot, self._medium.stored_word())
             else:
                 with suppress(OSError):  # as if the writer had been killed
@@ -329,9 +328,11 @@ class RollingStore(Store):
             if short is not None:
                 return short
         try:
-            if self.segment.on_disk:
-                self._slots.numbers("index")[slot] = index
             room.write(slot, contents)
+            now, begin, nbytes = time.time_ns(), self.layout.begin_of(slot), self.layout.size(contents)
+            self.layout.seal(slot, begin, nbytes, contents, index, now)
+            if not self.segment.on_disk:
+                self.layout.columns["time"][slot] = now
         except OSError as error:
             if not grows:
                 self._words[Word.HOLES] = 1  # the next sample comes here, and no other leaves for it
@@ -416,19 +417,17 @@ class RollingStore(Store):
 
     def resident(self) -> Integers:
         """The slots with a sample, int64, in rising order. A slot whose sample is being replaced counts, too."""
-        generations = self._slots.generations[: self.limit].copy()  # one look, because generations change meanwhile
-        is_replaced = (generations & 1 == 1) & (self.layout.columns["time"][: self.limit] > 0)
-        resident: Integers = np.flatnonzero(is_complete(generations) | is_replaced)
-        return resident
+        return np.flatnonzero(self._slots.have_samples(self.limit))
 
-    def slots_by_index(self, length: int) -> Integers:
-        """The slot of each index of a source, int64 `[length]`, or NO_PLACE; known on a disk only."""
-        found, slots = np.full(length, NO_PLACE, dtype=np.int64), self.readable_slots()
-        if (column := self.layout.columns.get("index")) is not None:
-            indices = column[slots]
-            is_inside = (indices >= 0) & (indices < length)
-            found[indices[is_inside]] = slots[is_inside]
-        return found
+    def slots_by_index(self, length: int) -> tuple[Integers, Integers]:
+        """The indices below `length` whose samples can be read, in rising order, and their slots; on a disk only."""
+        column = self.layout.columns.get("index")
+        if column is None:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        slots = self.readable_slots()
+        indices, first = np.unique(column[slots], return_index=True)
+        inside = slice(*np.searchsorted(indices, [0, length]))
+        return indices[inside], slots[first[inside]]
 
     def begin_epoch(self) -> None:
         """Begin an epoch: samples that come from now on are newer than the epoch."""
@@ -484,37 +483,6 @@ class RollingStore(Store):
             return max(self.filled, 1)
         return self._room.capacity(self.codec.nbytes)
 
-    # ---- fillers ----
-
-    def plan_draws(self, plan: int, *, goes_on: bool) -> bool:
-        """Note the plan of the fillers' draws. The counts of the last job stay only if its plan is equal and `goes_on`.
-
-        Args:
-            plan: a digest of everything that decides the draws.
-            goes_on: whether the fillers go on behind the draws of the last job.
-
-        Returns:
-            Whether the fillers cannot go on, because the last job had another plan.
-        """
-        words = self.layout.numbers
-        is_equal = words[_PLAN] == plan
-        is_other = goes_on and not is_equal and words[_PLAN] != 0
-        with suppress(OSError):  # a full disk
-            if not (goes_on and is_equal):
-                for filler in filter(self.drawn, range(FILLERS)):
-                    words[_DRAWN + filler] = 0
-            words[_PLAN] = plan
-        return is_other
-
-    def drawn(self, filler: int) -> int:
-        """The number of samples that a filler has drawn; of a stream, since its beginning."""
-        return int(self.layout.numbers[_DRAWN + filler])
-
-    def note_drawn(self, filler: int, count: int) -> None:
-        """Note how many samples a filler has drawn, on a disk for the next job, too."""
-        with suppress(OSError):  # a full disk: some are drawn again
-            self.layout.numbers[_DRAWN + filler] = count
-
     def close(self) -> None:
         """Close the store in this process."""
         super().close()
@@ -524,5 +492,6 @@ class RollingStore(Store):
     def drop_views(self) -> None:
         """Stop using the segment, which stays open."""
         self._slots.close()
+        self.draws.close()
         self._words = memoryview(b"")
         super().drop_views()

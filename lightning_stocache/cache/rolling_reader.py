@@ -23,7 +23,7 @@ from lightning_stocache.cache.head import is_complete
 from lightning_stocache.cache.medium import Disk
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.rolling_room import Room
-from lightning_stocache.cache.rolling_slots import NOTHING, UNVERIFIED, RollingSlots, Word
+from lightning_stocache.cache.rolling_slots import EMPTY, UNVERIFIED, RollingSlots, Word
 from lightning_stocache.node.processes import poll
 from lightning_stocache.node.segment import Segment, fence
 
@@ -106,14 +106,14 @@ class RollingReader:
         """The numbers of those slots whose samples are not safe on the disk. Looked at behind their copies."""
         words = cast(Any, self._slots.rounds).take(places)
         unsafe: list[int] = np.flatnonzero(
-            (words <= NOTHING) | (words > cast(Disk, self._disk).sync.safe_word)
+            (words <= UNVERIFIED) | (words > cast(Disk, self._disk).sync.safe_word)
         ).tolist()
         return unsafe
 
     def _is_safe(self, slot: int) -> bool:
         """Whether the disk cannot lose the sample of a slot any more. Looked at behind its copy."""
         rounds = self._slots.rounds
-        return rounds is None or NOTHING < rounds[slot] <= cast(Disk, self._disk).sync.safe_word
+        return rounds is None or UNVERIFIED < rounds[slot] <= cast(Disk, self._disk).sync.safe_word
 
     def _check(self, slot: int, contents: Sequence[Any]) -> bool:
         """Whether the copy of a sample that is not safe is what was stored. A sample that was lost is dropped."""
@@ -165,16 +165,16 @@ class RollingReader:
             word = self._segment.in_turn(disk.sync.verified_word)  # before it is read
         is_sound = disk.checksums.is_sound(slot)
         with suppress(OSError):
-            self._segment.in_turn(self._note_verified, slot, generation, word if is_sound else NOTHING)
+            self._segment.in_turn(self._note_verified, slot, generation, word if is_sound else EMPTY)
         return is_sound
 
     def _note_verified(self, slot: int, generation: int, word: int | None) -> None:
         """In a turn: give the sample of a slot a round, or drop it if it is damaged, unless another one came."""
         if self._slots.states[slot] != generation:
             return
-        if word == NOTHING:
+        if word == EMPTY:
             self._slots.words[Word.HOLES] = 1
-            self._slots.set_round(slot, NOTHING)  # a disk may refuse the rest
+            self._slots.set_round(slot, EMPTY)  # a disk may refuse the rest
             self._slots.drop(slot)
         elif word is not None:
             self._slots.set_round(slot, word)
@@ -202,7 +202,7 @@ class RollingReader:
         sound: npt.NDArray[np.bool_] = is_complete(generations)
         if (rounds := self._slots.rounds) is not None:
             words = rounds.take(slots)
-            sound &= words != NOTHING
+            sound &= words >= UNVERIFIED
             for number in np.flatnonzero(sound & (words == UNVERIFIED)).tolist():
                 sound[number] = self.is_sound(int(slots[number]))
         return sound

@@ -74,9 +74,7 @@ class SlotRoom:
         """The slot for the next sample: the slot whose turn it is, or, if that has a sample, an empty slot."""
         slots, words = self._slots, self._slots.words
         if words[Word.HOLES] and is_complete(slots.states[turn]):
-            times = self._layout.columns["time"]
-            is_empty = ~is_complete(slots.generations[: self.limit]) & (times[: self.limit] == 0)
-            holes = np.flatnonzero(is_empty).tolist()
+            holes = np.flatnonzero(~slots.have_samples(self.limit)).tolist()
             if not holes:
                 words[Word.HOLES] = 0
             return next(itertools.filterfalse(slots.is_being_written, holes), turn)
@@ -96,7 +94,7 @@ class SlotRoom:
     def write(self, slot: int, contents: Sequence[memoryview]) -> None:
         """Write a sample into its room. Raises OSError if the system refuses it."""
         if self.takes_memory(slot):
-            self._layout.write([slot], [contents])
+            self._layout.store(slot, contents)
             return
         for rows, content in zip(self._layout.fields, contents, strict=True):
             rows[slot] = np.frombuffer(content, dtype=np.uint8)
@@ -132,7 +130,7 @@ class RunRoom:
     def __init__(self, segment: Segment, layout: Records, slots: RollingSlots) -> None:
         self._segment, self._layout, self._slots = segment, layout, slots
         self.total = layout.end - layout.begin
-        self._begins, self._sizes = slots.numbers("begin"), slots.numbers("nbytes")
+        self._begins, self._sizes = layout.columns["begin"].data, layout.columns["nbytes"].data
 
     @staticmethod
     def slot_bytes(codec: Any, head: Head) -> int:
@@ -189,8 +187,7 @@ class RunRoom:
             return False
         if self._live == self._slots.count and not self._end_oldest(slot):  # the oldest sample is in this very slot
             return False
-        self._begins[slot] = self._layout.begin + begin
-        self._sizes[slot] = nbytes
+        self._layout.set_place(slot, self._layout.begin + begin, nbytes)
         words[Word.END] = begin + need
         return True
 
@@ -236,9 +233,7 @@ class RunRoom:
 
     def write(self, slot: int, contents: Sequence[memoryview]) -> None:
         """Write a sample into its room. Raises OSError if the system refuses it."""
-        begin = self._layout.begin_of(slot)
-        self._segment.store(begin, *contents)
-        self._layout.seal(slot, begin, self._layout.size(contents), contents)
+        self._segment.store(self._layout.begin_of(slot), *contents)
 
     def before(self, slot: int) -> int:
         """How much room lies before that of a slot."""

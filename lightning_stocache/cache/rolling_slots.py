@@ -2,15 +2,20 @@
 
 On a disk the control words and the rounds of slots lie in memory that the processes of the job share (`live_bytes`),
 because a disk may lose what it has taken: then a page has what it had before, and a slot the generation of a sample
-that was overwritten since. So a slot that a writer takes loses its round first, and gets one when its sample is whole.
-The round is a word of `disk_sync`, or `UNVERIFIED`, or `NOTHING`.
+that was overwritten since. That memory is a file with a name in /dev/shm, so a process in another container can attach
+to it, as to the file on the disk. So a slot that a writer takes loses its round first, and gets one when its sample is
+whole. The round is a word of `disk_sync`, or one of
+
+    EMPTY         no sample: dropped, never written, or not found when the file was opened
+    REPLACED      a sample that a newer one replaces at this moment
+    UNVERIFIED    a sample that must be verified before it is read
 """
 
 from __future__ import annotations
 
 import os
 from enum import IntEnum
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -21,10 +26,10 @@ from lightning_stocache.cache.layout import Layout
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.node.segment import Numbers, Segment, fence
 
-__all__ = ["NOTHING", "UNVERIFIED", "RollingSlots", "Word", "live_bytes"]
+__all__ = ["EMPTY", "UNVERIFIED", "RollingSlots", "Word", "live_bytes"]
 
-UNVERIFIED, NOTHING = 0, 1
-"""The round of a slot whose sample has none, and of a slot without a sample that can be read."""
+EMPTY, REPLACED, UNVERIFIED = range(3)
+"""Rounds of slots whose sample has none; those of `disk_sync` are larger."""
 
 
 class Word(IntEnum):
@@ -73,27 +78,22 @@ class RollingSlots:
         self.states = layout.states
         """To look at one generation, and to write it."""
         self._segment, self._layout = segment, layout
-        self._columns: dict[str, Numbers] = {}
         self._written_here: set[tuple[int, int]] = set()  # process and slot, because a forked child inherits the set
-
-    def numbers(self, column: str) -> Numbers:
-        """The numbers of a column, to look at one and to write it."""
-        if column not in self._columns:
-            start = self._layout.offset_in(column, 0)
-            kind = self._layout.columns[column].dtype.char
-            self._columns[column] = self._segment.numbers_at(start, self.count, cast(Any, kind))
-        return self._columns[column]
 
     def lock(self, slot: int) -> bool:
         """Lock a slot that no living writer has. In a turn."""
         return (os.getpid(), slot) not in self._written_here and self._segment.lock(slot)
 
     def begin(self, slot: int, ticket: int) -> None:
-        """Let no reader read a locked slot, until `publish`. In a turn."""
-        if not self.states[slot] & 1:
-            self.states[slot] |= 1  # before the rest of the number
-        self.set_round(slot, NOTHING)
-        self.states[slot] = 2 * ticket + 1
+        """Let no reader read a locked slot, until `publish`. In a turn. Raises OSError if a disk has no room."""
+        before = EMPTY if self.rounds is None else self.rounds[slot]
+        self.set_round(slot, EMPTY if before == EMPTY else REPLACED)  # first: a reader may see half of the generation
+        fence()
+        try:
+            self.states[slot] = 2 * ticket + 1
+        except OSError:
+            self.set_round(slot, before)
+            raise
         self._written_here.add((os.getpid(), slot))
 
     def publish(self, slot: int, word: int) -> None:
@@ -114,8 +114,9 @@ class RollingSlots:
     def drop(self, slot: int) -> None:
         """Let no reader find the sample of a slot any more. Raises OSError if a disk has no room for that."""
         self.states[slot] |= 1
-        self.set_round(slot, NOTHING)
-        self.numbers("time")[slot] = 0
+        if self.rounds is None:
+            self._layout.columns["time"][slot] = 0
+        self.set_round(slot, EMPTY)
 
     def set_round(self, slot: int, word: int) -> None:
         """Set the round of a slot on a disk."""
@@ -124,17 +125,25 @@ class RollingSlots:
 
     def is_readable(self, slot: int) -> bool:
         """Whether a slot has a sample that can be read, verified or not."""
-        return bool(is_complete(self.states[slot])) and (self.rounds is None or self.rounds[slot] != NOTHING)
+        return bool(is_complete(self.states[slot])) and (self.rounds is None or self.rounds[slot] >= UNVERIFIED)
 
     def are_readable(self, slots: Integers | slice) -> npt.NDArray[np.bool_]:
         """Which of these slots have a sample that can be read, verified or not."""
         readable: npt.NDArray[np.bool_] = is_complete(self.generations[slots])
         if self.rounds is not None:
-            readable &= self.rounds[slots] != NOTHING
+            readable &= self.rounds[slots] >= UNVERIFIED
         return readable
+
+    def have_samples(self, last: int) -> npt.NDArray[np.bool_]:
+        """Which slots before `last` have a sample, also if it is being replaced."""
+        if self.rounds is not None:
+            return np.asarray(self.rounds[:last] != EMPTY)
+        generations = self.generations[:last].copy()  # one look, because generations change meanwhile
+        is_replaced = (generations & 1 == 1) & (self._layout.columns["time"][:last] > 0)
+        return np.asarray(is_complete(generations) | is_replaced)
 
     def close(self) -> None:
         """Drop all views."""
         self.generations = np.empty(0, dtype=np.int64)
         self.states = self.words = memoryview(b"")
-        self._columns, self.rounds = {}, None
+        self.rounds = None

@@ -102,7 +102,7 @@ class Field:
                 )
             return cls(path, kind, leaf.dtype, tuple(leaf.shape))
         is_array = kind is np.ndarray or isinstance(leaf, np.memmap | np.generic)
-        if is_array and leaf.dtype.kind not in "OSUV":
+        if is_array and leaf.dtype.kind not in "OSTUV":
             return cls(path, np.ndarray if isinstance(leaf, np.ndarray) else kind, leaf.dtype, leaf.shape)
         came = f" of dtype {leaf.dtype}" if is_array else ""
         raise UnsupportedSampleError(

@@ -47,7 +47,7 @@ import random
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain, compress
 from typing import Any, ClassVar, Self
@@ -238,7 +238,7 @@ class Store:
     @classmethod
     def _head(cls, on_disk: bool) -> Head:
         """What lies before the samples: on a disk with their checksums."""
-        return replace(cls.head, has_entries=on_disk)
+        return cls.head.on_disk if on_disk else cls.head
 
     @classmethod
     def _in_segment(cls, segment: Segment, codec: Codec, arc: Arc) -> Store:
@@ -711,16 +711,20 @@ class Store:
 
     def close(self) -> None:
         """Close the store in this process. The memory is free when all processes have closed the store."""
-        self.drop_views()
-        self.segment.close()
+        try:
+            self.drop_views()
+        finally:
+            self.segment.close()
 
     def drop_views(self) -> None:
         """Stop using the segment, which stays open."""
         # The views belong to this object, even if another copy has closed the segment.
-        self._medium.close()
-        self.layout.close()
-        self._seats.close()
-        self._closed = True
+        try:
+            self._medium.close()
+        finally:
+            self.layout.close()
+            self._seats.close()
+            self._closed = True
 
 
 def layout_of(codec: Codec) -> type[Layout]:

@@ -36,7 +36,8 @@ import numpy.typing as npt
 import torch
 
 from lightning_stocache.cache.placement import NO_SLOT
-from lightning_stocache.cache.rolling import FILLERS, RollingStore
+from lightning_stocache.cache.rolling import RollingStore
+from lightning_stocache.cache.rolling_draws import FILLERS
 from lightning_stocache.node.errors import trace_of
 from lightning_stocache.node.processes import end_with_parent
 from lightning_stocache.node.segment import Segment
@@ -164,7 +165,7 @@ class Fillers:
         """Forget what the last job has drawn, unless the fillers can go on behind it."""
         draws = self._draws
         plan = zlib.crc32(repr((draws.seed, self._count, draws.length, draws.shuffle)).encode())
-        if self._store.plan_draws(plan, goes_on=draws.passes is None and draws.length is not None):
+        if self._store.draws.plan(plan, goes_on=draws.passes is None and draws.length is not None):
             log.warning(
                 "the fillers draw from the beginning again: the last job had another source length, seed, shuffle "
                 "or number of fillers"
@@ -207,14 +208,17 @@ def _fill(
     become_worker(number, count, seed, draws.source)
     notes = _notes_in(memory, count)[number]
     in_a_row = 0
-    drawn = store.drawn(number)
-    resident = None if draws.passes is None else store.slots_by_index(draws.length or 0)
+    drawn = store.draws.count(number)
+    length = 0 if draws.passes is None else draws.length or 0
+    indices, slots = store.slots_by_index(length)
+    resident = np.full(length, NO_SLOT)
+    resident[indices] = slots
     for draw in draws.share(number, count, drawn):
         if notes[_STOP]:
             return
         drawn += 1
-        store.note_drawn(number, drawn)
-        slot = NO_SLOT if resident is None else int(resident[draw.index])
+        store.draws.note(number, drawn)
+        slot = int(resident[draw.index]) if length else NO_SLOT
         if slot != NO_SLOT and store.is_sound(slot):
             continue
         notes[_INDEX], notes[_SINCE] = draw.index, time.monotonic_ns()
@@ -228,7 +232,7 @@ def _fill(
                 time.sleep(0.001)  # the next slot is still being written, or the system refuses samples for a while
         except EndOfStreamError:
             notes[_SINCE] = drawn = 0
-            store.note_drawn(number, drawn)
+            store.draws.note(number, drawn)
         except Exception as error:  # the source is the user's, and may raise anything
             notes[_SINCE] = 0
             notes[_FAILED] += 1

@@ -41,7 +41,10 @@ class RollingWriter:
 
     @classmethod
     def attach(cls, handle: StoreHandle) -> RollingWriter:
-        """Open the cache with this handle. A handle is plain values: send it by a queue, a pipe or a file of yours."""
+        """Open the cache with this handle. A handle is plain values: send it by a queue, a pipe or a file of yours.
+
+        A cache on a disk can be opened from another container that shares its directory and /dev/shm.
+        """
         return cls(RollingStore.attach(handle))
 
     def append(self, sample: Any, index: int = -1) -> None:

@@ -117,10 +117,9 @@ def check_pool(request: CacheRequest, reader: SourceReader, pool: RollingStore) 
     """
     if request.source is None or not pool.filled:
         return
-    slots = np.empty(0, dtype=np.int64) if request.as_stream else pool.slots_by_index(request.length)
-    indices = np.flatnonzero(slots != NO_PLACE)
-    indices = indices[:: max(len(indices) // _TRIED, 1)]
-    places = ((index, int(slots[index])) for index in indices.tolist() if pool.is_sound(int(slots[index])))
+    pairs = np.stack(pool.slots_by_index(0 if request.as_stream else request.length), axis=1)
+    pairs = pairs[:: max(len(pairs) // _TRIED, 1)]
+    places = ((index, slot) for index, slot in pairs.tolist() if pool.is_sound(slot))
     words = _refusal(request, *_compare(reader, pool, places, {}, FEW))
     if words is not None:
         pool.close()

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from lightning_stocache.node.named import clean
-from tests.cache.stores import ALL, LAYOUTS, Disk, filled, served
+from tests.cache.stores import ALL, LAYOUTS, Disk, RollingDisk, append, attach_rolling, filled, resident, served
 from tests.jobs import Log, skip_without
-from tests.processes import call, enter_container, hanging, wait_until
+from tests.processes import call, enter_container, hanging, names_folder, unused_names, wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -72,6 +72,32 @@ def test_containers_with_one_directory_are_jobs_of_one_machine(layout: str, tmp_
         assert disk.path.exists()
     assert call(in_container, fill_the_rest, disk) == (ALL[:12], ALL)
     assert disk.served() == ALL
+
+
+def append_to(handle: Any, first: int, last: int) -> None:
+    with closing(attach_rolling(handle)) as store:
+        append(store, range(first, last))
+
+
+@pytest.mark.named
+def test_a_writer_in_another_container_appends(layout: str, tmp_path: Path) -> None:
+    """The directory and /dev/shm are all that the two containers share. No name stays in /dev/shm afterwards; what a
+    killed job leaves is not used by the next one, and can be removed."""
+    skip_without(["unshare", "--pid", "--fork", "--mount-proc"])
+    disk = RollingDisk(tmp_path, layout)
+    with closing(disk.open()) as store:
+        append(store, range(5))
+        call(in_container, append_to, store.handle, 5, 8)
+        assert resident(store) == list(range(8))
+    assert os.listdir(names_folder()) == []
+    with hanging(disk.open):
+        assert clean() == []
+    assert len(unused_names()) == 1
+    with closing(disk.open()) as store:
+        assert resident(store) == list(range(8))
+        assert len(clean()) == 1
+        append(store, range(8, 10))
+    assert os.listdir(names_folder()) == []
 
 
 # ---- a group ----

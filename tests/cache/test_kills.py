@@ -18,6 +18,7 @@ import torch
 import xxhash
 
 from lightning_stocache.node import locks
+from lightning_stocache.node.named import clean
 from lightning_stocache.node.segment import open_descriptors
 from tests.cache.stores import (
     ALL,
@@ -282,6 +283,7 @@ def test_who_is_killed_at_any_line_of_rolling_does_no_harm(layout: str, tmp_path
         if ended:
             break
     assert moment > (20 if every_line else 9)
+    clean()
     last = list(range(number + disk.samples // 2, number + disk.samples))
     with closing(disk.open()) as store:
         append(store, range(number, number + disk.samples))
@@ -317,6 +319,7 @@ def test_who_is_killed_while_it_opens_rolling_does_no_harm(layout: str, tmp_path
         if ended:
             break
     assert moment > 4
+    clean()
 
 
 def put_stopped(job: Job, index: int, moment: int) -> Any:

@@ -46,7 +46,9 @@ def syncs(monkeypatch: Any) -> Iterator[Syncs]:
 
 
 def slot_of(store: Any, number: int) -> int:
-    return int(store.slots_by_index(number + 1)[number])
+    [[index], [slot]] = (found[-1:].tolist() for found in store.slots_by_index(number + 1))
+    assert index == number
+    return int(slot)
 
 
 def read_again(store: Any) -> list[int]:

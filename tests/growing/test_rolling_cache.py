@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_stocache import CachedDataset, CachedLoader, RollingCache, RollingWriter
 from lightning_stocache.cache.rows import SampleSpec
+from lightning_stocache.cache.shortage import Shortage
 from lightning_stocache.node import processes
 from lightning_stocache.node.group import NodeGroup
 from lightning_stocache.setup.find import FirstSampleError
@@ -201,6 +202,24 @@ def test_samples_that_do_not_fit_are_left_out(opened, caplog):
     fillers_end()
     assert "filler 0 could not store sample 0, which is left out" in caplog.text
     assert 'layout="records" of CachedDataset, CachedStream or RollingCache' in caplog.text
+
+
+def words(index: int) -> Any:
+    """A record; every fifth one is larger."""
+    return str(index), torch.full((4000 if index % 5 else 100_000,), index % 256, dtype=torch.uint8)
+
+
+@pytest.mark.processes
+def test_a_filler_goes_on_behind_a_sample_that_finds_no_room_any_more(opened, monkeypatch):
+    """A pool that has stopped growing leaves larger samples out. That is no failure of the source."""
+    monkeypatch.setattr(Shortage, "comes_with", lambda shortage, nbytes: "no room" if nbytes > 50_000 else None)
+    options = {"fillers": 1, "shuffle": False, "minimum": 1, "indices": range(1, 10**6)}
+    pool = opened(Numbers(make=words, length=10**6), "4MiB", spec=words(1), **options)
+    wait_until(lambda: pool.stats().appended > 40)
+    stats = pool.stats()
+    pool.close()
+    assert stats.evicted
+    assert (stats.failed, stats.restarts) == (0, 0)
 
 
 @pytest.mark.processes

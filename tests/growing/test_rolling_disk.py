@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lightning_stocache import CachedDataset, RollingCache, RollingWriter
 from lightning_stocache.cache.contents import contents_of
@@ -17,13 +18,14 @@ from lightning_stocache.node.files import prefix
 from lightning_stocache.node.named import clean, named_segments
 from lightning_stocache.node.segment import Segment
 from lightning_stocache.setup.named_cache import CacheInUseError
+from lightning_stocache.setup.segments import CacheMemoryError
 from tests.cache.stores import refuse_stores
 from tests.growing.pools import LENGTH, SPEC, Numbers, all_resident, epoch, fillers_end, row, write
-from tests.jobs import warnings
-from tests.processes import call, hanging, wait_until
+from tests.jobs import skip_without, warnings
+from tests.processes import call, call_many, enter_container, hanging, wait_until
 from tests.sources import Allowance, CountedSource, CountedStream, Made
 
-EACH = SPEC.nbytes + 8 + 8 + 8 + 8  # state, time, checksum, index
+EACH = SPEC.nbytes + 8 + 5 * 8  # generation, and entry
 COMPARED = 4  # samples that a job reads to compare them
 
 
@@ -122,6 +124,66 @@ def test_a_second_live_job_is_refused(on_disk, monkeypatch):
     with pytest.raises(CacheInUseError):
         len(on_disk(Numbers()))
     assert epoch(pool)
+
+
+def opened_at_once(folder: Path, jobs: int, number: int) -> bool:
+    """Whether this one of some jobs that open a pool at the same moment has it. It ends when all have tried."""
+    processes.REPORT_SECONDS = 0.2
+    pool = RollingCache(None, 20 * EACH + 2**14, spec=SPEC, minimum=1, dir=str(folder / "pools"), name="pool")
+
+    def meet(where: str) -> None:
+        (folder / f"{where} {number}").touch()
+        wait_until(lambda: len(list(folder.glob(f"{where} *"))) == jobs)
+
+    meet("ready")
+    try:
+        pool.share()
+    except (CacheInUseError, CacheMemoryError) as error:  # the latter where another job has just made the file
+        if "is in use" not in str(error):
+            raise
+        meet("tried")
+        return False
+    write(pool.handle, [pool.stats().appended])
+    meet("tried")
+    pool.close()
+    return True
+
+
+@pytest.mark.processes
+def test_one_of_many_jobs_that_open_a_pool_at_once_has_it(on_disk, tmp_path):
+    """Whether the file is there or not. The others write nothing."""
+    for moment in ("first", "second"):
+        folder = tmp_path / moment
+        folder.mkdir()
+        (folder / "pools").symlink_to(tmp_path / "pools")
+        (tmp_path / "pools").mkdir(exist_ok=True)
+        assert sorted(call_many(opened_at_once, [(folder, 4, number) for number in range(4)])) == [False] * 3 + [True]
+    assert on_disk(None, budget=20 * EACH + 2**14).stats().resident == 2
+
+
+def shared_apart(folder: str, rank: int) -> list[int]:
+    """What a rank of a job reads, the second one in a container of its own."""
+    if rank:
+        enter_container()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    try:
+        pool = RollingCache(Numbers(), "100%", spec=SPEC, fillers=1, minimum=LENGTH, dir=f"{folder}/pools", name="pool")
+        pool.share()
+        read = sorted(pool[number][1] for number in range(len(pool)))
+        dist.barrier()
+        assert pool.stats().disk_bytes
+        pool.close()
+        return read
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.processes
+def test_ranks_in_two_containers_share_a_pool(monkeypatch, tmp_path):
+    """They share the directory, /dev/shm and the network."""
+    skip_without(["unshare", "--pid", "--fork", "--mount-proc"])
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert call_many(shared_apart, [(str(tmp_path), rank) for rank in range(2)]) == [list(range(LENGTH))] * 2
 
 
 @pytest.mark.processes
