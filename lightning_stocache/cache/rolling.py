@@ -245,6 +245,9 @@ class RollingStore(Store):
             if not self.filled:
                 raise
             self._stop(refused(error, on_disk=self.segment.on_disk))
+        except BaseException:
+            self._slots.end_all()
+            raise
         if is_stored:
             self._medium.note_stored()
         return is_stored
@@ -305,7 +308,7 @@ class RollingStore(Store):
             is_taken = True
         finally:
             if not is_taken:
-                self.segment.unlock(slot)
+                slots.end(slot)
         return slot
 
     def finish(self, slot: int, *, is_whole: bool = True) -> None:

@@ -14,6 +14,7 @@ whole. The round is a word of `disk_sync`, or one of
 from __future__ import annotations
 
 import os
+import threading
 from enum import IntEnum
 from typing import cast
 
@@ -78,11 +79,20 @@ class RollingSlots:
         self.states = layout.states
         """To look at one generation, and to write it."""
         self._segment, self._layout = segment, layout
-        self._written_here: set[tuple[int, int]] = set()  # process and slot, because a forked child inherits the set
+        self._written_here = dict[
+            tuple[int, int], int
+        ]()  # by process (a forked child inherits it) and slot, the thread
 
     def lock(self, slot: int) -> bool:
         """Lock a slot that no living writer has. In a turn."""
-        return (os.getpid(), slot) not in self._written_here and self._segment.lock(slot)
+        key = os.getpid(), slot
+        if key in self._written_here:
+            return False
+        self._written_here[key] = threading.get_ident()  # first: Ctrl-C must not leave a lock that nobody knows of
+        if self._segment.lock(slot):
+            return True
+        del self._written_here[key]
+        return False
 
     def begin(self, slot: int, ticket: int) -> None:
         """Let no reader read a locked slot, until `publish`. In a turn. Raises OSError if a disk has no room."""
@@ -94,7 +104,6 @@ class RollingSlots:
         except OSError:
             self.set_round(slot, before)
             raise
-        self._written_here.add((os.getpid(), slot))
 
     def publish(self, slot: int, word: int) -> None:
         """Let readers read the sample of a slot, which has this round."""
@@ -105,7 +114,14 @@ class RollingSlots:
     def end(self, slot: int) -> None:
         """Unlock a slot."""
         self._segment.unlock(slot)  # first: else another thread could take the slot, and lose its lock
-        self._written_here.discard((os.getpid(), slot))
+        self._written_here.pop((os.getpid(), slot), None)
+
+    def end_all(self) -> None:
+        """Unlock the slots that this thread has, as if it had been killed: Ctrl-C has broken a write off."""
+        mine = os.getpid(), threading.get_ident()
+        for (pid, slot), thread in list(self._written_here.items()):
+            if (pid, thread) == mine:
+                self.end(slot)
 
     def is_being_written(self, slot: int) -> bool:
         """Whether a living writer has a slot: another thread of this process, or another process."""

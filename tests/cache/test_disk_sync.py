@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from lightning_stocache.cache import disk_sync
-from lightning_stocache.cache.disk_sync import DiskSync
+from lightning_stocache.cache.disk_sync import ROUNDS, DiskSync
 from lightning_stocache.cache.seats import Seats
 from lightning_stocache.cache.store import Store
 from lightning_stocache.node.files import HEADER_BYTES
@@ -250,6 +250,26 @@ def test_after_an_error_nothing_becomes_safe_or_is_stored(disk: Disk, syncs: Syn
     assert disk.served() == ALL[:20]
     disk.fill()
     assert disk.served() == ALL
+
+
+def synced_at(handle: Any) -> bool:
+    with closing(Store.attach(handle)) as store:
+        return store.make_safe()
+
+
+@pytest.mark.processes
+def test_an_error_whose_number_was_lost_is_known_to_later_processes(disk: Disk, syncs: Syncs) -> None:
+    """The kernel tells them of no error, and the numbers are as they were before it."""
+    with closing(disk.open()) as store, open(f"/proc/self/fd/{store.segment.descriptor}", "r+b") as file:
+        filled(store, ALL[:10])
+        assert store.make_safe()
+        begin = HEADER_BYTES + store.layout.rounds_offset
+        numbers = os.pread(file.fileno(), ROUNDS.size, begin)
+        filled(store, ALL[10:])
+        syncs.fail()
+        assert not store.make_safe()
+        os.pwrite(file.fileno(), numbers, begin)
+        assert not call(synced_at, store.handle, method="spawn")
 
 
 def fill_and_wait(handle: Any, indices: list[int], step: Callable[[], None]) -> list[int]:

@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 
 from lightning_stocache.cache.codec import SampleMismatchError
 from lightning_stocache.cache.rolling import RollingStore
+from lightning_stocache.cache.rolling_slots import RollingSlots
 from lightning_stocache.cache.shortage import Shortage
 from lightning_stocache.cache.store import StoreHandle
 from lightning_stocache.growing.rolling_writer import RollingWriter
@@ -41,6 +43,7 @@ from tests.cache.stores import (
     power_cut,
     refuse_stores,
     resident,
+    rolling_store,
     sample,
 )
 from tests.jobs import Log, warnings
@@ -144,6 +147,40 @@ def test_threads_keep_to_their_own_slots() -> None:
 
 
 # ---- other processes ----
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (RollingStore, "take"),
+        (RollingSlots, "lock"),
+        (RollingSlots, "begin"),
+        (RollingStore, "_write_sample"),
+        (RollingSlots, "publish"),
+    ],
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_who_is_interrupted_while_it_appends_keeps_no_slot(
+    layout: str, owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C comes at the end of any step: other threads and processes can append to all slots."""
+    store = rolling_store(codec_of(layout), 8)
+    append(store, range(3))
+    plain = getattr(owner, name)
+
+    def interrupted(*args: Any) -> None:
+        plain(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(owner, name, interrupted)
+        append(store, [3])
+    with ThreadPoolExecutor(1) as other:
+        other.submit(append, store, range(10, 30)).result()
+    with closing(attach_rolling(store.handle)) as again:
+        append(again, range(30, 50))
+    assert resident(store)[-1] == 49
+    store.close()
 
 
 def take_and_die(handle: StoreHandle) -> None:

@@ -84,6 +84,13 @@ def test_any_nesting_comes_out_as_it_went_in(sample: Any, other: Any) -> None:
         assert SampleSpec.infer(spec.unflatten(rows)) == spec  # the keys of a dict may have had another order
 
 
+@pytest.mark.skipif(not hasattr(np.dtypes, "StringDType"), reason="NumPy 1")
+def test_arrays_of_strings_of_any_length_are_no_rows() -> None:
+    """Their bytes are addresses."""
+    with pytest.raises(UnsupportedSampleError):
+        SampleSpec.infer(np.array(["a", "bc"], dtype=np.dtypes.StringDType()))
+
+
 def test_dicts_in_another_order_and_read_only_arrays_are_taken() -> None:
     """The keys of a dict are looked up; an OrderedDict in another order is another value, and refused."""
     spec = SampleSpec.infer({"a": 1, "b": 2.0})
