@@ -79,9 +79,8 @@ class RollingSlots:
         self.states = layout.states
         """To look at one generation, and to write it."""
         self._segment, self._layout = segment, layout
-        self._written_here = dict[
-            tuple[int, int], int
-        ]()  # by process (a forked child inherits it) and slot, the thread
+        # By process, because a forked child inherits it, and slot: the thread that writes it.
+        self._written_here = dict[tuple[int, int], int]()
 
     def lock(self, slot: int) -> bool:
         """Lock a slot that no living writer has. In a turn."""

@@ -172,9 +172,10 @@ def test_who_is_interrupted_while_it_appends_keeps_no_slot(
         plain(*args)
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(owner, name, interrupted)
-        append(store, [3])
+        with pytest.raises(KeyboardInterrupt):
+            append(store, [3])
     with ThreadPoolExecutor(1) as other:
         other.submit(append, store, range(10, 30)).result()
     with closing(attach_rolling(store.handle)) as again:
