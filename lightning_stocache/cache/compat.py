@@ -111,9 +111,7 @@ class SharedCache:
 
     def __getitem__(self, idx: int) -> Any:
         """A copy of slot `idx`, zeroes if nothing has been stored there."""
-        content = self._rows.fetch(self._slot_number(idx))
-        memory = [np.frombuffer(bytearray(field), dtype=np.uint8) for field in content]
-        return self.store.codec.split(memory, 1)[0]
+        return self.store.codec.decoded(self._rows.fetch(self._slot_number(idx)))
 
     def __setitem__(self, idx: int, value: Any) -> None:
         slot = self._slot_number(idx)

@@ -153,8 +153,8 @@ class DiskSync:
     def stored_word(self) -> int:
         """The word of a slot whose sample is stored now.
 
-        Without the turn the number of the last round may be set back, so the sync at the end of an epoch may be left
-        out.
+        A rolling store calls it without the turn. Then an older round may replace a newer one in `_STORED`, and
+        `end_epoch` may begin no sync; the next sync makes those samples safe.
         """
         number = self._view[_BEGUN] + 1
         if self._view[_STORED] != number:

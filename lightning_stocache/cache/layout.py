@@ -109,7 +109,6 @@ class Layout(ABC):
             for name, (_, offset) in cast(Any, head.entry.fields).items():
                 self.columns[name] = self.entries[name]
                 self._places[name] = self.scratch_bytes + offset, head.entry_bytes
-        self.words = columns(segment, {"words": np.int64}, head.words, self._words_start)["words"]
         self.state = self.columns["state"]
         self.states: Numbers = segment.numbers_at(starts["state"], count, cast(Any, self.state.dtype.char))
         """The states to look at one and to change it: one look costs 30 ns in memory, through the array 100 ns."""
@@ -287,7 +286,7 @@ class Layout(ABC):
 
     def close(self) -> None:
         """Drop all views. Before that the segment cannot be unmapped."""
-        self.state = self.words = np.empty(0, dtype=np.int64)
+        self.state = np.empty(0, dtype=np.int64)
         self.states = self.lives = self.numbers = self.changes = memoryview(b"")
         self.checksum = self.is_sound = None
         self.columns, self.entries = {}, np.empty(0)

@@ -100,7 +100,7 @@ class Records(Layout):
         """Write records one behind the other, all at once, and their places.
 
         Returns:
-            Whether each record was written: there was room, and the turn was to be had.
+            Whether each record was written: there was room, and the turn was free.
         """
         sizes = [self.size(contents) for contents in samples]
         if not any(map(self.has_room, sizes)):

@@ -26,7 +26,7 @@ own copy, never bytes that a writer may change.
 On a disk the store outlives its job, and one job at a time has it open. The disk is mapped read-only: samples and
 numbers are written through the file. A reader may see such a number when only some of its bytes are written, so a
 writer first notes in memory that the slot cannot be read (`rolling_slots`). The last bit of the generation is cleared
-without a change of another byte. Each slot has an entry (`ROLLING_ENTRY`), which is written at once behind its sample:
+without a change of another byte. Each slot has an entry (`ROLLING_ENTRY`), which is written at once after its sample:
 the time, the index of the sample in the source (-1: unknown), where a record lies, and a checksum (`checksums`), which
 covers the ticket and the index, too. The process that opens the file (`repair`) finds the order of the samples from
 their columns alone, because after a power cut any page may be old. After a sync that has failed nothing is stored any
@@ -284,7 +284,7 @@ class RollingStore(Store):
     def take(self, nbytes: int = 0) -> int | None:
         """Take the next slot, with room for a record of `nbytes`, until `finish`.
 
-        Returns None if a writer has the slot, or the turn is not to be had.
+        Returns None if a writer has the slot, or the turn is not free.
         """
         return self.segment.in_turn(self._take, nbytes)
 

@@ -1,6 +1,6 @@
 """What the fillers of a rolling store draw, and how many samples each has drawn.
 
-On a disk these words outlive their job, so the fillers of the next job can go on behind its draws.
+On a disk these words outlive their job, so the fillers of the next job can continue after its draws.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RollingDraws:
 
         Args:
             plan: a digest of everything that decides the draws.
-            goes_on: whether the fillers go on behind the draws of the last job.
+            goes_on: whether the fillers continue after the draws of the last job.
 
         Returns:
             Whether the fillers cannot go on, because the last job had another plan.

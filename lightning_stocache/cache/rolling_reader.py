@@ -4,7 +4,7 @@ A reader looks at the generation, copies, and looks again. If the generation is 
 What changed during the copy is copied again, and another slot is read in place of a slot that is being written.
 
 On a disk a sample of an earlier job is verified before its first read, and a copy is compared with its checksum until
-its sample is safe (`disk_sync`). The round of a slot is looked at behind the copy: whoever writes over a safe sample
+its sample is safe (`disk_sync`). The round of a slot is read after the copy: whoever writes over a safe sample
 takes its round first. A sample that is damaged or lost is dropped.
 """
 
@@ -37,7 +37,7 @@ class RollingReader:
     """Reads the slots of a rolling store.
 
     Args:
-        segment: has the turn.
+        segment: the file whose turn is taken.
         layout: the layout of the samples.
         slots: their generations and rounds.
         room: says how many slots may have samples.
@@ -103,7 +103,7 @@ class RollingReader:
         return torn
 
     def _unsafe(self, places: Integers) -> list[int]:
-        """The numbers of those slots whose samples are not safe on the disk. Looked at behind their copies."""
+        """The numbers of those slots whose samples are not safe on the disk. Read after their copies."""
         words = cast(Any, self._slots.rounds).take(places)
         unsafe: list[int] = np.flatnonzero(
             (words <= UNVERIFIED) | (words > cast(Disk, self._disk).sync.safe_word)
@@ -111,7 +111,7 @@ class RollingReader:
         return unsafe
 
     def _is_safe(self, slot: int) -> bool:
-        """Whether the disk cannot lose the sample of a slot any more. Looked at behind its copy."""
+        """Whether the disk cannot lose the sample of a slot any more. Read after its copy."""
         rounds = self._slots.rounds
         return rounds is None or UNVERIFIED < rounds[slot] <= cast(Disk, self._disk).sync.safe_word
 

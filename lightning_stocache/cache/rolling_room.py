@@ -25,7 +25,7 @@ from lightning_stocache.cache.layout_rows import Rows
 from lightning_stocache.cache.rolling_slots import RollingSlots, Word
 from lightning_stocache.node.segment import Segment
 
-__all__ = ["Room", "RunRoom", "SlotRoom", "room_for"]
+__all__ = ["Room", "RecordRoom", "RowRoom", "room_for"]
 
 _SMALLER = 4  # there are slots enough for records that are this much smaller than expected
 
@@ -33,7 +33,7 @@ Order = tuple[list[int], dict[Word, int]]
 """Slots with samples, newest first, and the control words with which the next writer goes on."""
 
 
-class SlotRoom:
+class RowRoom:
     """Room for rows, which is measured in slots."""
 
     def __init__(self, segment: Segment, layout: Rows, slots: RollingSlots) -> None:
@@ -50,7 +50,7 @@ class SlotRoom:
     def fit(codec: Any, count: int, granted: int, most: int, head: Head) -> tuple[int, int]:
         """The number of slots in at most `most` bytes, and the bytes for records, which do not matter."""
         most -= aligned(1) * len(codec.row_bytes) + 1  # wasted by alignment, and the byte that no write reaches
-        return min(count, max(most, 0) // SlotRoom.slot_bytes(codec, head)), granted
+        return min(count, max(most, 0) // RowRoom.slot_bytes(codec, head)), granted
 
     @property
     def most(self) -> int:
@@ -124,7 +124,7 @@ class SlotRoom:
         return list(newest_first), words
 
 
-class RunRoom:
+class RecordRoom:
     """Room for records, which is measured in bytes of their run."""
 
     def __init__(self, segment: Segment, layout: Records, slots: RollingSlots) -> None:
@@ -192,7 +192,7 @@ class RunRoom:
         return True
 
     def _free(self, begin: int, end: int, slot: int) -> bool:
-        """End the oldest samples until no sample lies in these bytes, or behind the end of the run."""
+        """End the oldest samples until no sample lies in these bytes, or beyond the end of the run."""
         begins, sizes = self._begins, self._sizes
         while self._live:
             oldest = self._oldest
@@ -288,10 +288,10 @@ class RunRoom:
         return found, words
 
 
-Room = SlotRoom | RunRoom
+Room = RowRoom | RecordRoom
 """Room for samples of a kind."""
 
 
-def room_for(codec: Codec) -> type[SlotRoom] | type[RunRoom]:
+def room_for(codec: Codec) -> type[RowRoom] | type[RecordRoom]:
     """The kind of room for samples of a codec."""
-    return SlotRoom if codec.is_fixed else RunRoom
+    return RowRoom if codec.is_fixed else RecordRoom

@@ -51,7 +51,7 @@ SEATS = 1024
 _CLAIMED, _STORED, _KIND = 1, READY, 3  # the last two bits of a word
 _LIFE_BITS = 20
 _LIFE = (1 << _LIFE_BITS) - 1
-_SEAT = 1 << 42  # the first byte of the seats, behind all others
+_SEAT = 1 << 42  # the first byte of the seats, after all others
 _LOOK = 0.01  # seconds between two looks at the lock of one seat
 
 
@@ -94,7 +94,7 @@ class Seats:
         stored_word: the word of a slot that is stored now, asked in the turn; by default READY.
 
     Raises:
-        OSError: (`take`) the disk has no room for the words; the caller releases the slots.
+        OSError: the disk has no room for a word. After `take` or `publish` the caller releases the slots.
 
     Example:
         >>> words, lives = (memoryview(bytearray(4 * count)).cast("I") for count in (4, SEATS))
@@ -166,7 +166,7 @@ class Seats:
     def publish(self, slots: Sequence[int], seen: int | None = None) -> list[int]:
         """Set slots that this thread has claimed stored. Returns those that are stored now.
 
-        None is if the turn was not to be had, or if there was a change since their samples were looked up (`seen`).
+        None is if the turn was not free, or if there was a change since their samples were looked up (`seen`).
         """
 
         def set_stored() -> list[int]:
@@ -189,7 +189,7 @@ class Seats:
             word: of these slots, asked in the turn.
 
         Returns:
-            The slots that are stored now; None if the turn was not to be had.
+            The slots that are stored now; None if the turn was not free.
         """
         found = {slot: self._words_view[slot] for slot in slots}
         free = [slot for slot, now in found.items() if now == EMPTY or self._is_void(now) or self.is_mine(slot)]
@@ -204,7 +204,7 @@ class Seats:
         return self._segment.in_turn(set_stored)
 
     def change(self, work: Callable[[], None]) -> bool:
-        """Change what is stored, by `work`, in one turn. Returns False if the turn was not to be had."""
+        """Change what is stored, by `work`, in one turn. Returns False if the turn was not free."""
 
         def change() -> bool:
             self._end_change()

@@ -32,7 +32,7 @@ job restores the full length of a file that was cut off.
 Locked bytes:
 
     slot            while it is being written (`rolling`)
-    behind slots    by the process that has warned of a shortage, until it ends
+    after slots     by the process that has warned of a shortage, until it ends
     far behind      for `alone`, for `disk_sync`, and for each seat
 
 Any number can be an index: a negative index, and one outside of the dataset, has no place.
@@ -84,7 +84,7 @@ RETRY_SECONDS = 10.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.01
 _STEP = 1 << 12  # slots that are looked at together for an empty one
 _WINDOW = 1 << 16  # slots that are looked at together for those that have a sample
-_ALONE = 1 << 40  # a byte behind those of all slots
+_ALONE = 1 << 40  # a byte after those of all slots
 _COPIED_BYTES = 1 << 22  # that `take_over` copies at once
 _LOST = "it has lost what it had taken (does a thin volume or a sparse image have less room than it promises?)"
 _SLOW = "a sync of it has not ended within {:.0f} s, or has ended with its process: it may still have the old samples"
@@ -415,7 +415,7 @@ class Store:
         return self._seats.changes
 
     def invalidate(self, indices: Integers | None = None) -> bool:
-        """Empty the slots of indices (int64 `[samples]`), by default all. Returns False if that was not to be had.
+        """Empty the slots of indices (int64 `[samples]`), by default all. Returns False if the turn was not free.
 
         No call that begins from then on returns what was stored, in any process. What other processes are loading or
         storing meanwhile is not stored. The room of records is free again if all slots are emptied while nobody stores.
@@ -471,7 +471,7 @@ class Store:
             seen: the number of `invalidations` before they were looked up and loaded; after another nothing is stored.
 
         Returns:
-            Whether this call has stored each sample. None if its index has no place, or the records have no room left.
+            Whether this call has stored each sample. None if its index has no place, or there was no room, or no turn.
         """
         seats, slots = self._seats, self.arc.slots_in(indices)
         outcomes: list[bool | None] = [False] * len(indices)
@@ -584,7 +584,7 @@ class Store:
 
     def _stop(self, short: str) -> None:
         """Store nothing for a while, and warn once per node."""
-        # This process keeps the lock behind those of the slots until it ends, so each node has one warning.
+        # This process keeps the lock after those of the slots until it ends, so each node has one warning.
         if not self._retry_at and self.segment.lock(self.layout.count):
             log.warning(
                 "the cache stops at %s of %s samples: %s.\nThe others are loaded every time. A lower budget has no "
@@ -650,7 +650,7 @@ class Store:
 
     @property
     def full(self) -> bool:
-        """Whether every index of the dataset can be read now. The slots behind the last one found empty come first."""
+        """Whether every index of the dataset can be read now. The slots after the last one found empty come first."""
         if self.closed or len(self) < self.length or not self._medium.is_whole:
             return False
         for first in chain(range(self._hole, len(self), _STEP), range(0, len(self), _STEP)):

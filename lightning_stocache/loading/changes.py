@@ -557,7 +557,7 @@ _WARNINGS = {
     ),
     "unnoted": (
         "its samples have changed, and the disk of the cache cannot note which: {}. From now on all samples are loaded "
-        "uncached.\nA cache in memory notes them: leave dir= away"
+        "uncached.\nA cache in memory notes them: omit dir="
     ),
     "strayed": (
         "its transform is called by another thread than the one that reads the sample, so that it cannot be cut. All "

@@ -49,7 +49,7 @@ def check_directory(directory: str) -> str:
     except OSError as error:
         raise DiskError(
             f"dir={printable(path)!r} cannot hold a cache: {error.strerror or error}. Give a directory on a disk of "
-            "this machine, or leave dir= away for a cache in memory"
+            "this machine, or omit dir= for a cache in memory"
         ) from error
     return path
 

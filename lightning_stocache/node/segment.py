@@ -143,7 +143,7 @@ class Segment:
         self.closed = True  # in this process; an attribute, because a loader reads it for each batch
         self._threads = threading.Lock()  # of this process, which share the turn
         self._held_here: dict[int, threading.Lock] = {}  # by byte: `holding` excludes other threads, too
-        self._is_late = False  # the turn was not to be had, and is tried once a call
+        self._is_late = False  # the turn was not free in time, and is tried once a call
         self._has_turns = locks.are_exclusive()
         self._finalizer = weakref.finalize(self, _release, file, self._own_paths, os.getpid())
         try:
@@ -401,7 +401,7 @@ class Segment:
     def in_turn(self, work: Callable[..., _T], *args: object) -> _T | None:
         """The result of `work(*args)`, while no other process or thread works in its turn.
 
-        Nothing in it may wait: not for a disk, not for a sample. Returns None if the turn is not to be had within a
+        Nothing in it may wait: not for a disk, not for a sample. Returns None if the turn is not free within a
         second, because its holder was stopped. From then on it is tried once a call, until it is had.
         """
         self._check_open()
