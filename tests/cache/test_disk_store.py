@@ -363,7 +363,7 @@ def test_only_a_directory_on_a_disk_of_this_machine_is_taken(tmp_path: Path, mon
         (shutil.copy(__file__, tmp_path / "file"), "Not a directory"),
         ("/proc/1", ""),
     ):
-        with pytest.raises(DiskError, match=f"cannot hold a cache: {words}.*leave dir= away"):
+        with pytest.raises(DiskError, match=f"cannot hold a cache: {words}.*omit dir="):
             check_directory(str(bad))
     for kind in ("nfs4", "fuse.dfuse", "wekafs"):
         line = f"22 21 0:39 / /some\\040disk rw shared:9 - {kind} server:/ rw\n"
