@@ -176,7 +176,7 @@ class Records(Layout):
         self.numbers[LEFT] = 0
 
     def clear(self) -> None:
-        """Empty all slots, forget their places, and return the memory of the records."""
+        """Empty all slots, forget where records lay, and return the memory of the records."""
         if not self._head.entry:
             self.columns["nbytes"][:] = 0
         super().clear()

@@ -78,7 +78,7 @@ class Medium:
         return True
 
     def stored_word(self) -> int:
-        """The word of a slot that is stored now. Call it in a turn."""
+        """The word of a slot that is stored now; see `DiskSync.stored_word`."""
         return READY
 
     def unstored(self, slots: list[int]) -> list[int]:
@@ -182,7 +182,7 @@ class Disk(Medium):
         return self._segment.is_whole and not self.sync.has_failed
 
     def stored_word(self) -> int:
-        """The word of a slot that is stored now. Call it in a turn."""
+        """The word of a slot that is stored now; see `DiskSync.stored_word`."""
         return self.sync.stored_word()
 
     def unstored(self, slots: list[int]) -> list[int]:
