@@ -84,7 +84,7 @@ def test_any_nesting_comes_out_as_it_went_in(sample: Any, other: Any) -> None:
         assert SampleSpec.infer(spec.unflatten(rows)) == spec  # the keys of a dict may have had another order
 
 
-@pytest.mark.skipif(not hasattr(getattr(np, "dtypes", None), "StringDType"), reason="NumPy 1")
+@pytest.mark.skipif(not hasattr(getattr(np, "dtypes", None), "StringDType"), reason="NumPy before 2 has no StringDType")
 def test_arrays_of_strings_of_any_length_are_no_rows() -> None:
     """Their bytes are addresses."""
     with pytest.raises(UnsupportedSampleError):
