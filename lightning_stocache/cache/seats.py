@@ -34,6 +34,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from lightning_stocache.node.segment import Numbers, Segment, fence, view_of
@@ -241,7 +242,8 @@ class Seats:
         return taken
 
     def _take_seat(self) -> None:
-        for seat in range(SEATS):
+        first = os.getpid() % SEATS  # from 0 on, a process beside 500 others would try 500 seats, for milliseconds
+        for seat in chain(range(first, SEATS), range(first)):
             if self._segment.lock(_SEAT + seat):
                 life = (self._lives[seat] + 1) & _LIFE
                 self._lives[seat] = life

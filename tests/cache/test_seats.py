@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -63,8 +64,9 @@ def test_a_claim_lasts_as_long_as_its_process(layout: Any, stopped: Any) -> None
 
 
 @pytest.mark.processes
-def test_a_claim_of_an_earlier_life_is_void_at_once(layout: Any) -> None:
+def test_a_claim_of_an_earlier_life_is_void_at_once(layout: Any, monkeypatch: Any) -> None:
     """Who takes the seat of a dead process has none of its claims, and nobody waits for them."""
+    monkeypatch.setattr(seats_module, "os", SimpleNamespace(getpid=lambda: 3))  # all try the same seat first
     with hanging(seats_of(layout).take, [5]) as holder:
         assert not seats_of(layout).is_mine(5)
     assert holder.process.exitcode != 0
