@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import struct
 import threading
 import time
@@ -68,10 +67,11 @@ _LOST = _BYTE + 1  # locked by a process whose sync has failed, until it ends: t
 _PAUSE = 0.01
 
 
-class _Process:
-    """The state of one process for the syncs of a segment."""
+class _Syncs:
+    """The syncs of this process of a segment."""
 
     def __init__(self) -> None:
+        _all_syncs.add(self)
         self.alone = threading.Lock()  # one thread syncs at a time: the kernel reports an error once to a process
         self.threads = weakref.WeakSet[threading.Thread]()  # that sync
         self.next = 0.0  # time of the monotonic clock at which the next sync is due
@@ -86,23 +86,14 @@ class _Process:
             thread.join(max(end - time.monotonic(), 0.0))
 
 
-_processes: weakref.WeakKeyDictionary[Segment, _Process] = weakref.WeakKeyDictionary()
-
-
-def _begin_anew() -> None:
-    for process in _processes.values():
-        process.__init__()  # type: ignore[misc]  # a forked child has another description of the file, and no thread
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_anew)
+_all_syncs = weakref.WeakSet[_Syncs]()
 
 
 @atexit.register
 def _join_all() -> None:
     end = time.monotonic() + LAST_SECONDS
-    for process in list(_processes.values()) if get_worker_info() is None else ():
-        process.join(end)
+    for syncs in list(_all_syncs) if get_worker_info() is None else ():
+        syncs.join(end)
 
 
 class DiskSync:
@@ -123,7 +114,7 @@ class DiskSync:
         self._segment, self._offset = segment, offset
         self._rounds = segment.numbers_at(offset, 6, "q")
         self._view = view_of(self._rounds)
-        self._process = _processes.setdefault(segment, _Process())
+        self._process = segment.state_of(_Syncs)
         self._join()
 
     @property

@@ -153,6 +153,11 @@ class Layout(ABC):
     def slots_for(cls, granted: int, codec: Codec, most: int, head: Head = ONCE) -> int:
         """The number of slots of a store that may take so many bytes, at most `most`."""
 
+    @staticmethod
+    def expected_slots(granted: int, codec: Codec, head: Head) -> int:
+        """How many samples, with their columns, are expected to find room in so many bytes."""
+        return granted // (codec.slot_bytes + head.slot_bytes - ONCE.slot_bytes)
+
     @abstractmethod
     def fill_fraction(self, filled: int) -> float:
         """Share of the room that is taken when so many slots have a sample."""

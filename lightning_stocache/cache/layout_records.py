@@ -73,7 +73,7 @@ class Records(Layout):
         the bytes. So a store of large records has a slot for every index, and a store for a small part of a dataset of
         small records has not.
         """
-        expected = granted // (codec.slot_bytes + head.slot_bytes - ONCE.slot_bytes)
+        expected = cls.expected_slots(granted, codec, head)
         return min(max(expected, granted // _DIRECTORY_SHARE // head.of_records.slot_bytes), most)
 
     def fill_fraction(self, filled: int) -> float:

@@ -54,7 +54,7 @@ class Rows(Layout):
     @classmethod
     def slots_for(cls, granted: int, codec: Codec, most: int, head: Head = ONCE) -> int:
         """The number of slots that fill so many bytes, at most `most`."""
-        return min(granted // (codec.slot_bytes + head.slot_bytes - ONCE.slot_bytes), most)
+        return min(cls.expected_slots(granted, codec, head), most)
 
     def fill_fraction(self, filled: int) -> float:
         """Share of the slots that are ready."""

@@ -233,14 +233,15 @@ class SampleSpec:
 
     Raises:
         UnsupportedSampleError: (`infer`) a leaf has no fixed size: images of PIL, strings, objects.
-        SampleMismatchError: (`flatten`, `encode`) a sample differs; the message names its index, the field, what was
+        SampleMismatchError: (`encode`) a sample differs; the message names its index, the field, what was
             expected and what came.
 
     Example:
         >>> spec = SampleSpec.infer({"image": torch.zeros(3, 8, 8, dtype=torch.uint8), "label": 7})
         >>> spec.nbytes
         200
-        >>> spec.unflatten(spec.flatten({"image": torch.ones(3, 8, 8, dtype=torch.uint8), "label": 5}))["label"]
+        >>> leaves = spec.encode({"image": torch.ones(3, 8, 8, dtype=torch.uint8), "label": 5})
+        >>> spec.decoded(spec.contents(leaves))["label"]
         5
     """
 
@@ -362,10 +363,6 @@ class SampleSpec:
         """The bytes of an encoded sample, `[nbytes]` per field; of a contiguous tensor, its own memory."""
         return [field.content(leaf) for field, leaf in zip(self.fields, parts, strict=True)]
 
-    def flatten(self, sample: Any, index: int | None = None) -> list[torch.Tensor]:
-        """Check a sample and copy the bytes of its leaves, one uint8 tensor per field. Errors name `index`."""
-        return [torch.from_numpy(np.array(content)) for content in self.contents(self.encode(sample, index))]
-
     def rows(self, memory: Memory, samples: int) -> Memory:
         """The memory of a batch of `samples` as uint8 `[samples, nbytes]` per field."""
         return [field.reshape(samples, nbytes) for field, nbytes in zip(memory, self.row_bytes, strict=True)]
@@ -419,10 +416,6 @@ class SampleSpec:
     def decoded(self, contents: Sequence[bytes | memoryview]) -> Any:
         """The sample of its bytes in each field, in memory of its own."""
         return self.split([np.frombuffer(bytearray(field), dtype=np.uint8) for field in contents], 1)[0]
-
-    def unflatten(self, rows: Sequence[torch.Tensor]) -> Any:
-        """Make a sample over the bytes of its leaves, which it then owns."""
-        return self.split([row.numpy() for row in rows], 1)[0]
 
 
 def _tree(node: Any, path: str, fields: list[Field]) -> _Branch | int:

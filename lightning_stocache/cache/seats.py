@@ -32,7 +32,6 @@ import logging
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -61,8 +60,8 @@ def are_stored(words: Any) -> Any:
     return words & _KIND == _STORED
 
 
-class _Process:
-    """What all threads and all stores of this process share, by segment."""
+class _Claims:
+    """The seat and the claims of this process in a segment."""
 
     def __init__(self) -> None:
         self.claim = 0  # the word of this process's claims; 0 without a seat
@@ -70,18 +69,6 @@ class _Process:
         self.owners: dict[int, int] = {}  # by claimed slot, the thread
         self.dead: set[int] = set()  # claims whose process has ended
         self.looked: dict[int, float] = {}  # by claim, when the lock of its seat was looked at
-
-
-_processes: weakref.WeakKeyDictionary[Segment, _Process] = weakref.WeakKeyDictionary()
-
-
-def _begin_anew() -> None:
-    for process in _processes.values():
-        process.__init__()  # type: ignore[misc]  # a forked child has no seat, and one of the threads
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_anew)
 
 
 class Seats:
@@ -119,7 +106,7 @@ class Seats:
         self._segment, self._words, self._lives, self._changes = segment, words, lives, changes
         self._words_view, self._changes_view = view_of(words), view_of(changes)  # the same, to read
         self._stored_word = stored_word
-        self._process = _processes.setdefault(segment, _Process())
+        self._process = segment.state_of(_Claims)
 
     @property
     def changes(self) -> int:

@@ -295,7 +295,7 @@ class StreamStore(Store):
             backend: kind of segments.
         """
         layout = layout_of(codec)
-        expected = granted // (codec.slot_bytes + cls.head.slot_bytes - ONCE.slot_bytes)
+        expected = layout.expected_slots(granted, codec, cls.head)
         slots = layout.slots_for(granted, codec, expected * _SMALLER, cls.head)
         segment = Segment.create(layout.bytes_for(codec, slots, granted, cls.head), backend)
         return cls(segment, codec, Arc(slots, slots), StreamLedger.create(ranks, backend).segment)

@@ -143,6 +143,7 @@ class Segment:
         self.closed = True  # in this process; an attribute, because a loader reads it for each batch
         self._threads = threading.Lock()  # of this process, which share the turn
         self._held_here: dict[int, threading.Lock] = {}  # by byte: `holding` excludes other threads, too
+        self._states: dict[type[Any], Any] = {}
         self._is_late = False  # the turn was not free in time, and is tried once a call
         self._has_turns = locks.are_exclusive()
         self._finalizer = weakref.finalize(self, _release, file, self._own_paths, os.getpid())
@@ -420,6 +421,11 @@ class Segment:
                         fcntl.flock(file, fcntl.LOCK_UN)
                         raise
 
+    def state_of(self, kind: type[_T]) -> _T:
+        """What all threads of this process share for this segment: one `kind()`, which a forked child makes anew."""
+        state: _T = self._states.setdefault(kind, kind())
+        return state
+
     def unlink(self) -> None:
         """Remove the name, if there is one. The memory is free when the last process has closed the segment."""
         if self.path is not None:
@@ -448,6 +454,8 @@ class Segment:
         """In a forked child: open the file anew, because what was inherited has the parent's locks."""
         self._threads, self._held_here = threading.Lock(), {}
         self._is_late = False
+        for state in self._states.values():
+            state.__init__()
         self.has_locks = False
         with contextlib.suppress(OSError):  # no descriptor is left: this process stores nothing
             anew = locks.open_anew(self.descriptor)

@@ -227,6 +227,14 @@ def power_cut(before: bytes, after: bytes, generator: random.Random) -> bytes:
     return bytes(image)
 
 
+def lose_pages(path: Path, before: bytes, generator: random.Random) -> None:
+    """Lose some of the pages that were written since the disk had `before`: they show that again."""
+    with path.open("r+b") as file:
+        image = power_cut(before, path.read_bytes(), generator)
+        for start in range(HEADER_BYTES, len(image), PAGE):
+            os.pwrite(file.fileno(), image[start : start + PAGE], start)
+
+
 def refuse_stores(patch: pytest.MonkeyPatch, error: int = errno.ENOSPC) -> None:
     """Have the system refuse to store anything from now on, until `patch` is undone; a full disk by default."""
 

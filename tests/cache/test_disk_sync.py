@@ -27,7 +27,7 @@ from lightning_stocache.cache.seats import Seats
 from lightning_stocache.cache.store import Store
 from lightning_stocache.node.files import HEADER_BYTES
 from lightning_stocache.node.segment import Segment
-from tests.cache.stores import ALL, ARC, LAYOUTS, PAGE, Disk, codec_of, filled, gathered, power_cut, served
+from tests.cache.stores import ALL, ARC, LAYOUTS, Disk, codec_of, filled, gathered, lose_pages, served
 from tests.jobs import Log, warnings
 from tests.odds import stop
 from tests.processes import Child, call, wait_until
@@ -590,10 +590,7 @@ def test_whatever_is_lost_no_wrong_sample_is_served(disk: Disk, syncs: Syncs, ro
         for _ in range(generator.randrange(1, 6)):
             filled(store, generator.sample(ALL, generator.randrange(1, 12)))
             if generator.random() < 0.5:
-                with disk.path.open("r+b") as file:
-                    image = power_cut(before, disk.path.read_bytes(), generator)
-                    for start in range(HEADER_BYTES, len(image), PAGE):
-                        os.pwrite(file.fileno(), image[start : start + PAGE], start)
+                lose_pages(disk.path, before, generator)
                 has_lost = True
                 lost_in_all += 1
             served_in_all += len(served(store))

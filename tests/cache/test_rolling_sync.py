@@ -19,13 +19,12 @@ from lightning_stocache.node.files import HEADER_BYTES
 from lightning_stocache.node.segment import Segment
 from tests.cache.stores import (
     LAYOUTS,
-    PAGE,
     RollingDisk,
     append,
     attach_rolling,
     gathered,
+    lose_pages,
     number_of,
-    power_cut,
     resident,
     sample,
 )
@@ -251,10 +250,7 @@ def test_whatever_is_lost_no_wrong_sample_is_served(disk: RollingDisk, syncs: Sy
             append(store, range(number, number + more))
             number += more
             if generator.random() < 0.5:
-                with disk.path.open("r+b") as file:
-                    image = power_cut(before, disk.path.read_bytes(), generator)
-                    for start in range(HEADER_BYTES, len(image), PAGE):
-                        os.pwrite(file.fileno(), image[start : start + PAGE], start)
+                lose_pages(disk.path, before, generator)
                 has_lost = True
                 lost_in_all += 1
             append(store, range(number, number + 3))

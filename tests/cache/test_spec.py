@@ -46,16 +46,20 @@ def tagged(number: int) -> Scaled:
     return sample
 
 
+def row_of(spec: SampleSpec, sample: Any) -> list[bytes]:
+    """What a cache keeps of a sample, per field."""
+    return [bytes(content) for content in spec.contents(spec.encode(sample))]
+
+
 def assert_round_trip(*samples: Any) -> None:
     """Each of them alone, and all of them as the rows of one gather."""
     spec = SampleSpec.infer(samples[0])
-    flat = [spec.flatten(sample) for sample in samples]
-    for rows, sample in zip(flat, samples, strict=True):
-        assert tuple(len(row) for row in rows) == spec.row_bytes
-        assert all(row.dtype == torch.uint8 and row.is_contiguous() for row in rows)
-        assert same(spec.unflatten([row.clone() for row in rows]), sample)
-    columns = [torch.stack(column) for column in zip(*flat, strict=True)] if spec.fields else []
-    for came, sample in zip(spec.split([column.numpy() for column in columns], len(samples)), samples, strict=True):
+    rows = [row_of(spec, sample) for sample in samples]
+    for row, sample in zip(rows, samples, strict=True):
+        assert tuple(map(len, row)) == spec.row_bytes
+        assert same(spec.decoded(row), sample)
+    memory = [np.frombuffer(bytearray().join(field), dtype=np.uint8) for field in zip(*rows, strict=True)]
+    for came, sample in zip(spec.split(memory, len(samples)), samples, strict=True):
         assert same(came, sample)
 
 
@@ -75,13 +79,13 @@ def test_any_nesting_comes_out_as_it_went_in(sample: Any, other: Any) -> None:
     spec = SampleSpec.infer(sample)
     again = pickle.loads(pickle.dumps(spec))
     assert again == spec
-    assert same(again.unflatten(spec.flatten(sample)), sample)
+    assert same(again.decoded(row_of(spec, sample)), sample)
     try:
-        rows = spec.flatten(other)
+        row = row_of(spec, other)
     except SampleMismatchError:
         assert SampleSpec.infer(other) != spec
     else:
-        assert SampleSpec.infer(spec.unflatten(rows)) == spec  # the keys of a dict may have had another order
+        assert SampleSpec.infer(spec.decoded(row)) == spec  # the keys of a dict may have had another order
 
 
 @pytest.mark.skipif(not hasattr(getattr(np, "dtypes", None), "StringDType"), reason="NumPy before 2 has no StringDType")
@@ -94,17 +98,17 @@ def test_arrays_of_strings_of_any_length_are_no_rows() -> None:
 def test_dicts_in_another_order_and_read_only_arrays_are_taken() -> None:
     """The keys of a dict are looked up; an OrderedDict in another order is another value, and refused."""
     spec = SampleSpec.infer({"a": 1, "b": 2.0})
-    assert spec.unflatten(spec.flatten({"b": 3.0, "a": 4})) == {"a": 4, "b": 3.0}
+    assert spec.decoded(row_of(spec, {"b": 3.0, "a": 4})) == {"a": 4, "b": 3.0}
     assert (spec.row_bytes, spec.nbytes, spec.slot_bytes) == ((8, 8), 16, 20)
     frozen = np.arange(6)
     frozen.flags.writeable = False  # cached without a warning, and served as an array of one's own
     spec = SampleSpec.infer(frozen)
-    came = spec.unflatten(spec.flatten(frozen))
+    came = spec.decoded(row_of(spec, frozen))
     assert same(came, frozen)
     came[:] = 0
     assert frozen[5] == 5
     with pytest.raises(SampleMismatchError, match=r"keys \['a', 'b'\].*got the keys \['b', 'a'\]"):
-        SampleSpec.infer(OrderedDict(a=1, b=2)).flatten(OrderedDict(b=2, a=1))
+        SampleSpec.infer(OrderedDict(a=1, b=2)).encode(OrderedDict(b=2, a=1))
 
 
 @pytest.mark.parametrize(
@@ -144,7 +148,7 @@ def test_what_cannot_be_cached_is_refused_in_words() -> None:
         with pytest.raises(UnsupportedSampleError, match=rf"(?s)field \['x'\]\[1\] (is|must be) .*{words}"):
             SampleSpec.infer({"x": (0, leaf)})
         with pytest.raises(SampleMismatchError, match=rf"(?s)sample 5: field \['x'\]\[1\] must be .*; got .*{words}"):
-            SampleSpec.infer({"x": (0, torch.zeros(2))}).flatten({"x": (0, leaf)}, 5)
+            SampleSpec.infer({"x": (0, torch.zeros(2))}).encode({"x": (0, leaf)}, 5)
 
 
 def test_a_tuple_with_attributes_is_refused() -> None:
@@ -174,7 +178,7 @@ def test_every_mismatch_says_where_what_was_expected_and_what_came() -> None:
     for first, other, expected, came in mismatches:
         words = rf"sample 17: field \['x'\]\.label must be .*{expected}.*, as in all rows of this cache; got .*{came}"
         with pytest.raises(SampleMismatchError, match=words):
-            SampleSpec.infer({"x": Pair(0, first)}).flatten({"x": Pair(0, other)}, 17)
+            SampleSpec.infer({"x": Pair(0, first)}).encode({"x": Pair(0, other)}, 17)
 
 
 def named_tensor() -> torch.Tensor:
@@ -265,8 +269,7 @@ def test_many_samples_land_as_single_ones_do() -> None:
     assert_round_trip(*samples)
     spec = SampleSpec.infer(samples[0])
     encoded = [spec.encode(sample) for sample in samples]
-    expected = [[bytes(row.numpy().data) for row in spec.flatten(sample)] for sample in samples]
-    assert [[bytes(field) for field in spec.contents(parts)] for parts in encoded] == expected
+    expected = [row_of(spec, sample) for sample in samples]
     for places in ([2, 3, 4, 5], [0, 2, 3, 5], [2, 4, 3, 5]):  # in a row, apart, in disorder
         memory, single = ([np.full(size, 9, dtype=np.uint8) for size in spec.sizes(6)] for _ in range(2))
         contents = spec.put_many(spec.rows(memory, 6), places, encoded)
