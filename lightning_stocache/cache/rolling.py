@@ -63,7 +63,7 @@ from lightning_stocache.cache.rolling_reader import RollingReader
 from lightning_stocache.cache.rolling_room import Room, room_for
 from lightning_stocache.cache.rolling_slots import UNVERIFIED, RollingSlots, Word, live_bytes
 from lightning_stocache.cache.shortage import refused
-from lightning_stocache.cache.store import NO_PLACE, RETRY_SECONDS, Store, layout_of
+from lightning_stocache.cache.store import NO_SLOT, RETRY_SECONDS, Store, layout_of
 from lightning_stocache.node.budget import format_bytes
 from lightning_stocache.node.files import HEADER_BYTES, Backend, Geometry, Manifest
 from lightning_stocache.node.segment import Segment
@@ -375,30 +375,30 @@ class RollingStore(Store):
 
     # ---- reading ----
 
-    def has_place(self, index: int) -> bool:
+    def has_slot(self, index: int) -> bool:
         """Whether there is a slot with this number."""
         return 0 <= index < self.count
 
-    def place(self, index: int, *, verify: bool = False) -> int:
-        """The slot with this number, whatever sample it has; NO_PLACE without such a slot."""
-        return index if self.has_place(index) else NO_PLACE
+    def ready_slot(self, index: int, *, verify: bool = False) -> int:
+        """The slot with this number, whatever sample it has; NO_SLOT without such a slot."""
+        return index if self.has_slot(index) else NO_SLOT
 
     def lookup(self, indices: Integers, *, verify: bool = False) -> Integers:
-        """The slots with these numbers, int64 `[samples]`, whatever samples they have; NO_PLACE without such a slot."""
-        return np.where((indices >= 0) & (indices < self.count), indices, NO_PLACE)
+        """The slots with these numbers, int64 `[samples]`, whatever samples they have; NO_SLOT without such a slot."""
+        return np.where((indices >= 0) & (indices < self.count), indices, NO_SLOT)
 
-    def gather(self, places: Integers, into: Memory, pool: GatherPool = ALONE) -> None:
+    def gather(self, slots: Integers, into: Memory, pool: GatherPool = ALONE) -> None:
         """Copy whole rows into the memory of a batch, without waiting for writers."""
-        self._reader.gather(places, into, self.codec.rows(into, len(places)), pool)
+        self._reader.gather(slots, into, self.codec.rows(into, len(slots)), pool)
 
-    def read(self, places: Integers, lend: Lend | None = None) -> Iterable[Any]:
+    def read(self, slots: Integers, lend: Lend | None = None) -> Iterable[Any]:
         """Copy whole samples from these slots, or from others. Records are copied as the caller iterates."""
         if self.codec.is_fixed:
-            sizes = self.codec.sizes(len(places))
+            sizes = self.codec.sizes(len(slots))
             memory = [np.empty(size, dtype=np.uint8) for size in sizes] if lend is None else lend(sizes)
-            self.gather(places, memory)
-            return cast(Iterable[Any], self.codec.split(memory, len(places)))
-        return (self.codec.decode(self._reader.record(place), lend) for place in places.tolist())
+            self.gather(slots, memory)
+            return cast(Iterable[Any], self.codec.split(memory, len(slots)))
+        return (self.codec.decode(self._reader.record(slot), lend) for slot in slots.tolist())
 
     def readable_slots(self) -> Integers:
         """The slots that can be read now, int64."""

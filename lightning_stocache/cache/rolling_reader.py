@@ -60,16 +60,16 @@ class RollingReader:
         self.renewed = self.substituted = 0  # samples that were read: newer than the epoch; in place of others
         self._chance = np.random.default_rng()
 
-    def gather(self, places: Integers, into: Memory, copies: Memory, pool: GatherPool) -> None:
+    def gather(self, asked: Integers, into: Memory, copies: Memory, pool: GatherPool) -> None:
         """Copy whole rows into the memory of a batch, without waiting for writers.
 
         Args:
-            places: the slots, int64 `[samples]`.
+            asked: the slots, int64 `[samples]`.
             into: uint8 `[samples * nbytes]` per field.
             copies: the same memory, uint8 `[samples, nbytes]` per field.
             pool: the threads that copy.
         """
-        slots, seen = self._whole(places)
+        slots, seen = self._whole(asked)
         self._layout.gather(slots, into, pool)
         torn = np.flatnonzero(self._are_torn(slots, seen, copies))
         for _ in range(_MOST_TRIES):
@@ -102,9 +102,9 @@ class RollingReader:
                 torn[number] = torn[number] or not self._check(int(slots[number]), [field[number] for field in copies])
         return torn
 
-    def _unsafe(self, places: Integers) -> list[int]:
+    def _unsafe(self, slots: Integers) -> list[int]:
         """The numbers of those slots whose samples are not safe on the disk. Read after their copies."""
-        words = cast(Any, self._slots.rounds).take(places)
+        words = cast(Any, self._slots.rounds).take(slots)
         unsafe: list[int] = np.flatnonzero(
             (words <= UNVERIFIED) | (words > cast(Disk, self._disk).sync.safe_word)
         ).tolist()
@@ -130,21 +130,21 @@ class RollingReader:
         if self._slots.is_readable(slot):
             self._slots.set_round(slot, UNVERIFIED)
 
-    def record(self, place: int) -> memoryview:
+    def record(self, slot: int) -> memoryview:
         """Copy a whole record from this slot, or from another resident slot."""
         for _ in range(_MOST_TRIES):
-            seen = self._slots.states[place]
-            if self.is_sound(place):
+            seen = self._slots.states[slot]
+            if self.is_sound(slot):
                 fence()
-                live = self._layout.record(place)
+                live = self._layout.record(slot)
                 fence()
-                if self._slots.states[place] == seen:  # then begin and size belong to that generation
+                if self._slots.states[slot] == seen:  # then begin and size belong to that generation
                     record = memoryview(bytes(live))
                     fence()
-                    if self._slots.states[place] == seen and (self._is_safe(place) or self._check(place, [record])):
+                    if self._slots.states[slot] == seen and (self._is_safe(slot) or self._check(slot, [record])):
                         self.renewed += self._count_newer(np.array([seen]))
                         return record
-            place = int(self._random_slots(1)[0])
+            slot = int(self._random_slots(1)[0])
             self.substituted += 1
         raise RuntimeError(_TOO_FAST)
 

@@ -6,8 +6,8 @@ A store is a segment, a layout (rows or records), a medium (memory or a disk) an
     StreamStore     a sample takes the next slot; when the stream has ended, samples have an order (`stream`)
     RollingStore    a sample takes the slot of the oldest sample (`rolling`)
 
-An index has a place in the store, or none; that never changes. A place is the number of a slot. A loader looks up the
-places of a batch, reads the ready ones, and puts the missing samples. Rows can also be gathered into the memory of a
+An index has a slot in the store, or none; that never changes. A loader looks up the slots of a batch, reads those
+that are ready, and puts the samples that are missing. Rows can also be gathered into the memory of a
 batch. Readers get copies, never views.
 
 The process that has loaded a sample fills its slot:
@@ -35,7 +35,7 @@ Locked bytes:
     after slots     by the process that has warned of a shortage, until it ends
     far behind      for `alone`, for `disk_sync`, and for each seat
 
-Any number can be an index: a negative index, and one outside of the dataset, has no place.
+Any number can be an index: a negative index, and one outside of the dataset, has no slot.
 """
 
 from __future__ import annotations
@@ -68,12 +68,9 @@ from lightning_stocache.cache.shortage import Shortage, refused
 from lightning_stocache.node.files import HEADER_BYTES, Backend, Geometry, Manifest
 from lightning_stocache.node.segment import Segment, SegmentHandle, fence
 
-__all__ = ["NO_PLACE", "PATIENCE", "RETRY_SECONDS", "UNREADABLE", "Store", "StoreHandle", "layout_of"]
+__all__ = ["NO_SLOT", "PATIENCE", "RETRY_SECONDS", "UNREADABLE", "Store", "StoreHandle", "layout_of"]
 
 log = logging.getLogger(__name__)
-
-NO_PLACE = NO_SLOT
-"""Stands for an index without a place, or with a place that is not ready."""
 
 PATIENCE = 30.0
 """Seconds that a process waits, once, for a sample that another process loads."""
@@ -280,26 +277,26 @@ class Store:
 
     # ---- reading ----
 
-    def has_place(self, index: int) -> bool:
+    def has_slot(self, index: int) -> bool:
         """Whether an index has a slot, ready or not."""
         return self.arc.slot(index) != NO_SLOT
 
-    def have_places(self, indices: Sequence[int] | Integers) -> npt.NDArray[np.bool_]:
+    def have_slots(self, indices: Sequence[int] | Integers) -> npt.NDArray[np.bool_]:
         """Whether each index has a slot, ready or not; bool `[samples]`."""
         return np.asarray(self.arc.slots_of(np.asarray(indices, dtype=np.int64)) != NO_SLOT)
 
-    def place(self, index: int, *, verify: bool = False) -> int:
-        """The place of an index if it can be read now, or NO_PLACE; see `lookup`."""
+    def ready_slot(self, index: int, *, verify: bool = False) -> int:
+        """The slot of an index if it can be read now, or NO_SLOT; see `lookup`."""
         slot, medium = self.arc.slot(index), self._medium
         if slot == NO_SLOT or not medium.is_whole:
-            return NO_PLACE
+            return NO_SLOT
         if not medium.is_ready(slot) and not (verify and medium.verify([slot], self._seats) and medium.is_ready(slot)):
-            return NO_PLACE
+            return NO_SLOT
         fence()
         return slot
 
     def lookup(self, indices: Integers, *, verify: bool = False) -> Integers:
-        """The places of the indices that can be read now, and NO_PLACE for the others; int64 `[samples]`.
+        """The slots of the indices that can be read now, and NO_SLOT for the others; int64 `[samples]`.
 
         Args:
             indices: int64 `[samples]`.
@@ -310,43 +307,43 @@ class Store:
         if self.arc.slots == 0:
             return slots
         if not self._medium.is_whole:
-            return np.full_like(slots, NO_PLACE)
+            return np.full_like(slots, NO_SLOT)
         ready = self._medium.are_ready(slots)
         if verify and self._medium.verify(slots[~ready].tolist(), self._seats):
             ready = self._medium.are_ready(slots)
         fence()
-        slots[~ready] = NO_PLACE
+        slots[~ready] = NO_SLOT
         return slots
 
-    def gather(self, places: Integers, into: Memory, pool: GatherPool = ALONE) -> None:
+    def gather(self, slots: Integers, into: Memory, pool: GatherPool = ALONE) -> None:
         """Copy ready rows (int64 `[samples]`) into the memory of a batch, uint8 `codec.sizes(samples)`.
 
         If `changes` differs afterwards, discard the batch and look its samples up again.
         """
-        self.layout.gather(places, into, pool, self._medium)
+        self.layout.gather(slots, into, pool, self._medium)
 
-    def read(self, places: Integers, lend: Lend | None = None) -> Iterable[Any]:
-        """Copy the samples of ready places (int64 `[samples]`) into lent or new memory.
+    def read(self, slots: Integers, lend: Lend | None = None) -> Iterable[Any]:
+        """Copy the samples of ready slots (int64 `[samples]`) into lent or new memory.
 
         Rows share their memory, and are copied as `gather` does. Records are decoded one by one as the caller
         iterates, even after `close`; a record that cannot be decoded is UNREADABLE.
         """
-        return self.layout.read(places, lend, self._medium)
+        return self.layout.read(slots, lend, self._medium)
 
     def get(self, index: int) -> Any | None:
         """A copy of the sample of an index, or None."""
         while True:
             seen = self.changes
-            place = self.place(index)
-            if place == NO_PLACE:
+            slot = self.ready_slot(index)
+            if slot == NO_SLOT:
                 return None
-            [sample] = self.read(np.array([place]))
+            [sample] = self.read(np.array([slot]))
             if self.changes == seen:
                 return sample
 
-    def stored_bytes(self, places: Integers) -> int:
-        """Bytes of the samples of ready places (int64 `[samples]`)."""
-        return self.layout.stored_bytes(places)
+    def stored_bytes(self, slots: Integers) -> int:
+        """Bytes of the samples of ready slots (int64 `[samples]`)."""
+        return self.layout.stored_bytes(slots)
 
     # ---- which process loads a sample ----
 
@@ -356,11 +353,11 @@ class Store:
             return list(indices), []
         taken = self._take_turns(indices)
         try:
-            places = self.lookup(np.array(taken, dtype=np.int64), verify=True)
+            slots = self.lookup(np.array(taken, dtype=np.int64), verify=True)
         except BaseException:
             self.release(taken)
             raise
-        stored = {index for index, place in zip(taken, places.tolist(), strict=True) if place != NO_PLACE}
+        stored = {index for index, slot in zip(taken, slots.tolist(), strict=True) if slot != NO_SLOT}
         self.release(stored)
         here = set(taken) - stored
         return [index for index in indices if index in here], [index for index in indices if index not in here]
@@ -453,10 +450,10 @@ class Store:
         return self.stores_misses and self.layout.has_room(self.codec.least_bytes(sample))
 
     def fill(self, index: int, sample: Any) -> bool:
-        """Check and store a sample, unless its index has no place or another process fills it. Returns whether stored.
+        """Check and store a sample, unless its index has no slot or another process fills it. Returns whether stored.
 
         Raises:
-            SampleMismatchError: the sample does not match the codec. Samples without a place are checked, too.
+            SampleMismatchError: the sample does not match the codec. Samples without a slot are checked, too.
         """
         return any(self.put([index], [self.codec.contents(self.codec.encode(sample, index))]))
 
@@ -471,7 +468,7 @@ class Store:
             seen: the number of `invalidations` before they were looked up and loaded; after another nothing is stored.
 
         Returns:
-            Whether this call has stored each sample. None if its index has no place, or there was no room, or no turn.
+            Whether this call has stored each sample. None if its index has no slot, or there was no room, or no turn.
         """
         seats, slots = self._seats, self.arc.slots_in(indices)
         outcomes: list[bool | None] = [False] * len(indices)
@@ -500,11 +497,11 @@ class Store:
         Raises:
             OSError: there is no memory for all of them (ENOSPC).
         """
-        places = np.flatnonzero(other._stored)
-        indices = np.array([other.arc.index(place) for place in places.tolist()], dtype=np.int64)
-        parts = max(math.ceil(other.stored_bytes(places) / _COPIED_BYTES), 1)
+        theirs = np.flatnonzero(other._stored)
+        indices = np.array([other.arc.index(slot) for slot in theirs.tolist()], dtype=np.int64)
+        parts = max(math.ceil(other.stored_bytes(theirs) / _COPIED_BYTES), 1)
         self.layout.reserve_all()
-        for among, which in zip(np.array_split(places, parts), np.array_split(indices, parts), strict=True):
+        for among, which in zip(np.array_split(theirs, parts), np.array_split(indices, parts), strict=True):
             if not self._has_memory(other.stored_bytes(among)):
                 break
             slots = self.arc.slots_of(which)
@@ -633,8 +630,8 @@ class Store:
                 break
         step = max(len(slots) // count, 1)
         starts = range(0, len(slots), step)
-        places = starts if dice is None else (min(k + dice.randrange(step), len(slots) - 1) for k in starts)
-        return [self.arc.index(int(slots[place])) for place in places]
+        numbers = starts if dice is None else (min(k + dice.randrange(step), len(slots) - 1) for k in starts)
+        return [self.arc.index(int(slots[number])) for number in numbers]
 
     def _windows(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
         """The bounds of windows of slots, without long stretches in which nothing was ever stored on a disk."""

@@ -375,10 +375,10 @@ class StreamSource:
         step = max(min(_AT_ONCE_BYTES // max(store.codec.nbytes, 1), _AT_ONCE), 1)
         for first in range(0, len(mine), step):
             start = time.perf_counter_ns()
-            places = store.lookup(mine[first : first + step])
-            samples = list(store.read(places))
+            slots = store.lookup(mine[first : first + step])
+            samples = list(store.read(slots))
             gather_ns = time.perf_counter_ns() - start
-            count(self.opened.counters, bytes_from_cache=store.stored_bytes(places), gather_ns=gather_ns)
+            count(self.opened.counters, bytes_from_cache=store.stored_bytes(slots), gather_ns=gather_ns)
             for sample in samples:
                 count(self.opened.counters, hits=1)  # one by one, because the consumer may stop in between
                 yield self.finished(sample)

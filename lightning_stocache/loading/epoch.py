@@ -138,7 +138,7 @@ class Epoch(Iterator[Any]):
             self._gather_no_more()
         if not self._batches:
             plan = self._next_plan()
-            if plan.places is None:
+            if plan.slots is None:
                 return self._make(plan)
             self._gather(plan)
             if self._cached.cache is not None and self._cached.cache.changes != self._changes:
@@ -297,14 +297,14 @@ class Epoch(Iterator[Any]):
         if not self._plans.queue and self._draws_here and self._plans.are_unseen:
             self._plans.draw()
         plan = self._plans.first()
-        if plan is not None and plan.places is not None:
+        if plan is not None and plan.slots is not None:
             self._prefetcher.offer(self._gathering(plan))
 
     def _gathering(self, plan: Plan) -> Callable[[], tuple[deque[Any], int]]:
         """The function that gathers a block. It has no reference to this iterator, which may end before the thread."""
-        places = cast(Integers, plan.places)
-        size = self._plans.size or len(places)
-        return partial(self._maker.block, cast(Store, self._plans.cache), places, size, self._gather_pool)
+        slots = cast(Integers, plan.slots)
+        size = self._plans.size or len(slots)
+        return partial(self._maker.block, cast(Store, self._plans.cache), slots, size, self._gather_pool)
 
     # ---- after a change ----
 
@@ -314,7 +314,7 @@ class Epoch(Iterator[Any]):
         if changes.source_has_changed or cache.changes != self._changes:
             return True
         queue = self._plans.queue
-        is_gathered = bool(self._batches) or (bool(queue) and queue[0].places is not None)
+        is_gathered = bool(self._batches) or (bool(queue) and queue[0].slots is not None)
         if is_gathered and not self._loader.num_workers and changes.look_for_change():
             return True
         return not self._batches and (self._cached.opened.cache is not cache or cache.closed)

@@ -31,7 +31,7 @@ from typing import Any, Literal, cast
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
-from lightning_stocache.cache.store import NO_PLACE, Store
+from lightning_stocache.cache.store import NO_SLOT, Store
 from lightning_stocache.loading.dataset import CachedDataset, cached_in, cached_source
 from lightning_stocache.loading.draws import ResumableBatches
 from lightning_stocache.loading.epoch import Batches, Epoch, PlainEpoch
@@ -241,7 +241,7 @@ class CachedLoader(DataLoader[Any]):
         drawn = sampler_domain(batches_of(self), cache.length) if cache.filled else None
         if drawn is None or len(drawn) > cache.filled:
             return False
-        return bool((cache.lookup(drawn.indices) != NO_PLACE).all())
+        return bool((cache.lookup(drawn.indices) != NO_SLOT).all())
 
     def _plain_epoch(self, cached: CachedSource | None, *, is_first: bool) -> PlainEpoch:
         """DataLoader's own epoch, over a copy of the loader. A running persistent loader draws no base seed again."""

@@ -21,7 +21,7 @@ from lightning_stocache.cache.counters import Served, count, noted, served_in
 from lightning_stocache.cache.gather_pool import GatherPool
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.rows import SampleSpec
-from lightning_stocache.cache.store import NO_PLACE, Store
+from lightning_stocache.cache.store import NO_SLOT, Store
 from lightning_stocache.loading.arena import Slot
 from lightning_stocache.loading.batch_pool import BatchPool
 from lightning_stocache.loading.collate import BatchRows, Collator
@@ -50,7 +50,7 @@ class Maker:
         self._pool = BatchPool(pinned=pins)
         self._collator: tuple[SampleSpec | None, Collator | None] = (None, None)  # of the last cache
 
-    def block(self, cache: Store, places: Integers, size: int, threads: GatherPool) -> tuple[deque[Any], int]:
+    def block(self, cache: Store, slots: Integers, size: int, threads: GatherPool) -> tuple[deque[Any], int]:
         """Batches of `size` READY samples each, of which the last may have fewer; and the nanoseconds that this took.
 
         Their samples are not counted. Any thread may call this, one at a time.
@@ -58,9 +58,9 @@ class Maker:
         start = time.perf_counter_ns()
         collator = self.collator_of(cache)
         assert collator is not None
-        samples = len(places)
+        samples = len(slots)
         memory = self._pool.take(collator.sizes(samples))
-        cache.gather(places, memory, threads)
+        cache.gather(slots, memory, threads)
         with torch.inference_mode(False):  # a block may outlast the mode
             batches = deque(collator.batches(memory, samples, size))
         return batches, time.perf_counter_ns() - start
@@ -94,9 +94,9 @@ class Maker:
             return None
         if self._collate_fn is not default_collate:
             return None
-        places = cache.lookup(keys)
-        missing = np.flatnonzero(places == NO_PLACE)
-        if 2 * np.count_nonzero(cache.have_places(keys[missing])) < len(missing):
+        slots = cache.lookup(keys)
+        missing = np.flatnonzero(slots == NO_SLOT)
+        if 2 * np.count_nonzero(cache.have_slots(keys[missing])) < len(missing):
             return None  # to copy samples into rows, and store none of them, would cost more than to collate them
         collator = self.collator_of(cache)
         if collator is None:
@@ -109,9 +109,9 @@ class Maker:
         fields: Memory = (self._pool if slot is None else slot).take(collator.sizes(samples))
         start = time.perf_counter_ns()
         if len(rows) < samples:
-            # `gather` reads each place: for what is missing that of a READY sample, so that no empty page is touched.
-            places[missing] = places.max()
-            cache.gather(places, fields)
+            # `gather` reads each slot: for what is missing that of a READY sample, so that no empty page is touched.
+            slots[missing] = slots.max()
+            cache.gather(slots, fields)
             count(cached.opened.counters, gather_ns=time.perf_counter_ns() - start)
         if rows:
             odd = cached.load_into(codec.rows(fields, samples), [indices[row] for row in rows], rows)

@@ -30,7 +30,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_stocache.cache.placement import Integers
-from lightning_stocache.cache.store import NO_PLACE, Store
+from lightning_stocache.cache.store import NO_SLOT, Store
 from lightning_stocache.loading.draws import ArrayBatches, ResumableBatches, as_indices
 from lightning_stocache.loading.loader_sampler import draws_unseen
 from lightning_stocache.loading.message import Reply, Request
@@ -53,13 +53,13 @@ class Plan:
 
     Args:
         indices: int64 `[samples]`, or a sampler's keys.
-        places: int64 `[samples]`, if all are READY: the places to gather from.
+        slots: int64 `[samples]`, if all are READY: the slots to gather from.
         number: of the request, if a worker was asked.
         reply: the reply of a worker, if it has come before its turn.
     """
 
     indices: Any
-    places: Integers | None = None
+    slots: Integers | None = None
     number: int | None = None
     reply: Reply | None = None
 
@@ -159,10 +159,10 @@ class Plans(Iterator["Request | None"]):
         """Plan batches that are drawn together: those that are READY in blocks, each other by itself."""
         cache = cast(Store, self.cache)
         indices = np.concatenate(drawn)
-        places = cache.lookup(indices)
+        slots = cache.lookup(indices)
         ends = list(accumulate(map(len, drawn)))
         begins = [0, *ends[:-1]]
-        are_ready = np.logical_and.reduceat(places != NO_PLACE, begins).tolist()
+        are_ready = np.logical_and.reduceat(slots != NO_SLOT, begins).tolist()
         most = max(BLOCK_BYTES // max(self.size * cache.codec.nbytes, 1), 1)
         first = 0
         while first < len(drawn):
@@ -172,23 +172,23 @@ class Plans(Iterator["Request | None"]):
             while last < stop and are_ready[last] and are_ready[last + 1] and len(drawn[last]) == self.size:
                 last += 1
             block = slice(begins[first], ends[last])
-            self.queue.append(Plan(indices[block], places[block] if are_ready[first] else None))
+            self.queue.append(Plan(indices[block], slots[block] if are_ready[first] else None))
             first = last + 1
 
     def _look_up(self, plan: Plan) -> None:
         """Plan to gather a batch if its samples are READY by now."""
         if self.cache is None or not isinstance(plan.indices, np.ndarray) or not len(plan.indices):
             return
-        places = self.cache.lookup(plan.indices)
-        if (places != NO_PLACE).all():
-            plan.places = places
+        slots = self.cache.lookup(plan.indices)
+        if (slots != NO_SLOT).all():
+            plan.slots = slots
 
     def first(self) -> Plan | None:
         """The plan of the next batch; None if the next batch is not drawn yet."""
         if not self.queue:
             return None
         plan = self.queue[0]
-        if plan.places is None and plan.number is None:
+        if plan.slots is None and plan.number is None:
             self._look_up(plan)
         return plan
 
@@ -215,14 +215,14 @@ class Plans(Iterator["Request | None"]):
     def _unasked(self) -> Plan | None:
         """The first plan for which no worker was asked and that is not READY; None if there is none."""
         for plan in self.queue:
-            if plan.places is None and plan.number is None:
+            if plan.slots is None and plan.number is None:
                 self._look_up(plan)
-                if plan.places is None:
+                if plan.slots is None:
                     return plan
         return None
 
     def _asked(self, plan: Plan) -> Request:
-        plan.places = None
+        plan.slots = None
         plan.number = self._requests
         self._requests += 1
         return self.request(plan.number, plan.indices)
@@ -244,7 +244,7 @@ class Plans(Iterator["Request | None"]):
         self.cache = None
         self._plan_each(gathered)
         for plan in plans:
-            if plan.places is None:
+            if plan.slots is None:
                 self.queue.append(plan)
             else:
                 self._plan_each(plan.indices)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from lightning_stocache.cache.store import NO_PLACE, Store
+from lightning_stocache.cache.store import NO_SLOT, Store
 from lightning_stocache.loading.serve import CachedSource
 
 __all__ = ["prefill"]
@@ -46,8 +46,8 @@ def _empty(cache: Store | None, part: int, parts: int) -> Iterator[int]:
         indices = np.arange(last, max(last - step, -1), -parts)
         if not cache.closed and cache.filled >= cache.capacity:
             return
-        for index in indices[cache.lookup(indices) == NO_PLACE].tolist():
+        for index in indices[cache.lookup(indices) == NO_SLOT].tolist():
             if cache.closed:
                 return
-            if cache.has_place(index) and cache.place(index) == NO_PLACE:
+            if cache.has_slot(index) and cache.ready_slot(index) == NO_SLOT:
                 yield index

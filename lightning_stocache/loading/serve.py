@@ -34,7 +34,7 @@ from torch.utils.data import Dataset, get_worker_info
 from lightning_stocache.cache.codec import Memory, Parts, SampleMismatchError, UnsupportedSampleError, nbytes_of
 from lightning_stocache.cache.counters import Matter, count
 from lightning_stocache.cache.shortage import PAUSE_SECONDS, Pace
-from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, Store
+from lightning_stocache.cache.store import NO_SLOT, UNREADABLE, Store
 from lightning_stocache.loading.batch_pool import BatchPool
 from lightning_stocache.loading.changes import Changes
 from lightning_stocache.node.group import job_ranks
@@ -211,9 +211,9 @@ class CachedSource:
         """
         with self.changes.witness:
             cache = cast(Store, self.opened.cache)
-            places = cache.lookup(np.array(indices, dtype=np.int64), verify=True)
+            slots = cache.lookup(np.array(indices, dtype=np.int64), verify=True)
             once = len(set(indices)) == len(indices)
-            if once and (places == NO_PLACE).all() and not cache.divide(indices)[1]:
+            if once and (slots == NO_SLOT).all() and not cache.divide(indices)[1]:
                 samples = self.load(cache, indices, in_one_call=True, into=_Rows(batch, rows))
             else:  # some are READY by now (or verified on a disk), drawn twice, or loaded by another job
                 samples = list(self._serve(cache, indices))
@@ -240,14 +240,14 @@ class CachedSource:
     def _serve_one(self, cache: Store, index: int, key: Any) -> Any:
         """The unfinished sample of an index, with the key for the source, which raises outside of the dataset."""
         start = time.perf_counter_ns()
-        while (place := cache.place(index, verify=True)) == NO_PLACE:
+        while (slot := cache.ready_slot(index, verify=True)) == NO_SLOT:
             if not (cache.divide([index])[1] and cache.wait(index)):
                 return self.load(cache, [index], {index: key})[0]
-        places = np.array([place])
-        [sample] = cache.read(places, self._pool.lend)
+        slots = np.array([slot])
+        [sample] = cache.read(slots, self._pool.lend)
         if sample is UNREADABLE:
             return self.load(cache, [index], {index: key})[0]
-        nbytes = cache.stored_bytes(places)
+        nbytes = cache.stored_bytes(slots)
         gather_ns = time.perf_counter_ns() - start
         count(self.opened.counters, hits=1, bytes_from_cache=nbytes, gather_ns=gather_ns)
         return sample
@@ -260,9 +260,9 @@ class CachedSource:
         start = time.perf_counter_ns()
         rows = cache.codec.is_fixed
         positions = np.array(indices, dtype=np.int64)
-        places = cache.lookup(positions, verify=True)
-        are_ready = places != NO_PLACE
-        hits = places[are_ready]
+        slots = cache.lookup(positions, verify=True)
+        are_ready = slots != NO_SLOT
+        hits = slots[are_ready]
         if not len(hits):
             return self._load_missing(cache, indices, keys)
         ready: Iterable[Any] = cache.read(hits, self._pool.take if rows else self._pool.lend)
@@ -341,7 +341,7 @@ class CachedSource:
         """The source's own samples for an epoch's first batch: nobody knows yet whether they are changed in place."""
         by_key = dict(zip(indices, keys, strict=True))
         different = list(by_key)
-        ready = int((cache.lookup(np.array(different, dtype=np.int64)) != NO_PLACE).sum())
+        ready = int((cache.lookup(np.array(different, dtype=np.int64)) != NO_SLOT).sum())
         loaded = self.load(cache, different, by_key, in_one_call=True)
         samples = [sample.sample if type(sample) is Odd else sample for sample in loaded]
         # As in a look, stored samples that are read again are hits.
@@ -377,7 +377,7 @@ class CachedSource:
         seen = self.changes.seen
         asked = [keys.get(index, index) for index in indices] if keys else indices
         samples: list[Any] = []
-        placed = np.flatnonzero(cache.have_places(indices)).tolist()
+        placed = np.flatnonzero(cache.have_slots(indices)).tolist()
         if len(placed) < len(indices):
             self._note_outside(cache, indices)
         # A sample without a slot cannot be frozen, and with other threads a generator that has moved is no evidence.
@@ -492,7 +492,7 @@ class CachedSource:
             stored = [indices[number] for number in fitting]
             begin = time.perf_counter_ns()
             if pauses:
-                misses += sum(map(cache.has_place, stored))
+                misses += sum(map(cache.has_slot, stored))
             else:
                 outcomes = cache.put(stored, contents, seen)
                 misses += len(outcomes) - outcomes.count(None)

@@ -34,7 +34,7 @@ import numpy as np
 
 from lightning_stocache.cache.counters import Counters
 from lightning_stocache.cache.rolling import RollingStore
-from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, Store
+from lightning_stocache.cache.store import NO_SLOT, UNREADABLE, Store
 from lightning_stocache.node.named import manifest_of, way_out
 from lightning_stocache.setup.find import Finding, SourceReader
 from lightning_stocache.setup.open_cache import OpenCache
@@ -79,7 +79,7 @@ def store_or_refuse(opened: OpenCache, reader: SourceReader) -> bool:
         if request.name is not None and cache.some_stored(1):
             _warn_of_trust(request, "a random source that is cached as it is has other samples in each job")
         return True
-    contents = reader.read(list(filter(cache.has_place, reader.found.seen)))
+    contents = reader.read(list(filter(cache.has_slot, reader.found.seen)))
     if request.name is None:
         _store(cache, contents, counters)
         return True
@@ -94,11 +94,11 @@ def store_or_refuse(opened: OpenCache, reader: SourceReader) -> bool:
                 _store(cache, contents, counters)
                 return True
     indices = [*contents, *(index for index in cache.some_stored(_TRIED) if index not in contents)]
-    places = ((index, cache.place(index, verify=True)) for index in indices)
+    slots = ((index, cache.ready_slot(index, verify=True)) for index in indices)
     manifest = manifest_of(request.name, request.dir)
     has_equal_state = manifest is not None and manifest.state == digest_of_state(opened.state)
     least = FEW if has_equal_state else MANY
-    other, equal = _compare(reader, cache, places, contents, least)
+    other, equal = _compare(reader, cache, slots, contents, least)
     if other is None and equal:
         _store(cache, contents, counters)
     words = _refusal(request, other, equal)
@@ -119,8 +119,8 @@ def check_pool(request: CacheRequest, reader: SourceReader, pool: RollingStore) 
         return
     pairs = np.stack(pool.slots_by_index(0 if request.as_stream else request.length), axis=1)
     pairs = pairs[:: max(len(pairs) // _TRIED, 1)]
-    places = ((index, slot) for index, slot in pairs.tolist() if pool.is_sound(slot))
-    words = _refusal(request, *_compare(reader, pool, places, {}, FEW))
+    slots = ((index, slot) for index, slot in pairs.tolist() if pool.is_sound(slot))
+    words = _refusal(request, *_compare(reader, pool, slots, {}, FEW))
     if words is not None:
         pool.close()
         raise FingerprintError(words)
@@ -129,24 +129,24 @@ def check_pool(request: CacheRequest, reader: SourceReader, pool: RollingStore) 
 def _compare(
     reader: SourceReader,
     cache: Store,
-    places: Iterable[tuple[int, int]],
+    slots: Iterable[tuple[int, int]],
     contents: Mapping[int, list[bytes]],
     least: int,
 ) -> tuple[int | None, int]:
-    """Compare samples of a cache, given by index and place, with those of a source: all of `contents`, and `least`.
+    """Compare samples of a cache, given by index and slot, with those of a source: all of `contents`, and `least`.
 
     Returns:
         The index of a sample that differs from the source's, or None; and the number of equal samples.
     """
     equal = 0
-    for index, place in places:
+    for index, slot in slots:
         if index not in contents and equal >= least:
             break
         ours = contents.get(index) or reader.read([index]).get(index)
-        if ours is None or place == NO_PLACE:
+        if ours is None or slot == NO_SLOT:
             continue
         seen = cache.changes
-        sample, stored = cache.codec.decoded(ours), next(iter(cache.read(np.array([place]))))
+        sample, stored = cache.codec.decoded(ours), next(iter(cache.read(np.array([slot]))))
         if stored is UNREADABLE or cache.changes != seen:
             continue
         if same_sample(sample, stored):
@@ -242,15 +242,15 @@ def take_over(larger: OpenCache, before: OpenCache, moved: Collection[str] = ())
 def _has_samples_of(cache: Store, request: CacheRequest, source: Any) -> bool:
     """Whether 32 stored samples of a cache are those of a source. The last sample shows that no other one moved."""
     tried = np.unique([*cache.some_stored(_LOOKED_FOR), cache.length - 1])
-    stored = tried[cache.lookup(tried) != NO_PLACE]
+    stored = tried[cache.lookup(tried) != NO_SLOT]
     if not len(stored):
         return False
     indices = np.unique(stored[np.linspace(0, len(stored) - 1, MANY).astype(np.int64)])
-    places = list(zip(indices.tolist(), cache.lookup(indices).tolist(), strict=True))
+    slots = list(zip(indices.tolist(), cache.lookup(indices).tolist(), strict=True))
     request = replace(request, source=source, reader=None)
     with closing(SourceReader(request, found=Finding(cache.codec))) as reader:
-        other, equal = _compare(reader, cache, places, {}, MANY)
-    return other is None and equal == len(places)
+        other, equal = _compare(reader, cache, slots, {}, MANY)
+    return other is None and equal == len(slots)
 
 
 def _store(cache: Store, contents: Mapping[int, Sequence[bytes]], counters: Counters) -> None:

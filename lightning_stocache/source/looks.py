@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from lightning_stocache.cache.codec import Codec
-from lightning_stocache.cache.store import NO_PLACE, UNREADABLE, Store
+from lightning_stocache.cache.store import NO_SLOT, UNREADABLE, Store
 from lightning_stocache.source.access import load_one
 from lightning_stocache.source.generators import Generators, are_draws_evidence
 from lightning_stocache.source.probe import FEW, SOME, Probe, spread
@@ -292,10 +292,10 @@ def _memory_of(sample: Any) -> set[int]:
 def _stored(cache: Store, index: int) -> Any:
     """A stored sample; UNREADABLE if there is none."""
     seen = cache.changes
-    place = cache.place(index, verify=True)
-    if place == NO_PLACE:
+    slot = cache.ready_slot(index, verify=True)
+    if slot == NO_SLOT:
         return UNREADABLE
-    [sample] = cache.read(np.array([place]))
+    [sample] = cache.read(np.array([slot]))
     return sample if cache.changes == seen else UNREADABLE
 
 

@@ -28,7 +28,7 @@ from lightning_stocache.cache.placement import Arc, Ring
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.rolling import RollingStore
 from lightning_stocache.cache.rows import SampleSpec
-from lightning_stocache.cache.store import NO_PLACE, Store
+from lightning_stocache.cache.store import NO_SLOT, Store
 from lightning_stocache.node.files import HEADER_BYTES, prefix
 from lightning_stocache.node.named import open_named
 from lightning_stocache.node.segment import Segment
@@ -124,7 +124,7 @@ def served(store: Any) -> list[int]:
     """The indices that can be read now; each sample is compared, by itself, among others and in a gather."""
     seen = store.changes
     places = store.lookup(np.array(ALL), verify=True)
-    found, ready = np.flatnonzero(places != NO_PLACE).tolist(), places[places != NO_PLACE]
+    found, ready = np.flatnonzero(places != NO_SLOT).tolist(), places[places != NO_SLOT]
     samples = list(store.read(ready))
     if store.changes != seen:  # some were lost: who reads looks up again
         return served(store)

@@ -23,7 +23,7 @@ from tests.cache.stores import (
     KINDS,
     LAYOUTS,
     LENGTH,
-    NO_PLACE,
+    NO_SLOT,
     Disk,
     RollingDisk,
     attach_rolling,
@@ -108,8 +108,8 @@ class Stores(Machine):
     def read(self, indices: list[int]) -> None:
         """Look samples up, and read them, one by one and together: each is the one that was stored."""
         places = self.store.lookup(np.array(indices), verify=True)
-        ready = places[places != NO_PLACE]
-        found = [index for index, place in zip(indices, places.tolist(), strict=True) if place != NO_PLACE]
+        ready = places[places != NO_SLOT]
+        found = [index for index, place in zip(indices, places.tolist(), strict=True) if place != NO_SLOT]
         assert [number_of(read) for read in self.store.read(ready)] == found
         assert gathered(self.store, ready) == found
         assert len(set(found)) <= self.store.filled <= LENGTH

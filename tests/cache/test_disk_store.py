@@ -23,7 +23,7 @@ from lightning_stocache.cache.head import ENTRY, ON_DISK
 from lightning_stocache.cache.placement import Arc
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.cache.seats import Seats
-from lightning_stocache.cache.store import NO_PLACE, Store
+from lightning_stocache.cache.store import NO_SLOT, Store
 from lightning_stocache.node import segment as segment_module
 from lightning_stocache.node.disk import DiskError, check_directory
 from lightning_stocache.node.files import HEADER_BYTES
@@ -63,8 +63,8 @@ def test_nothing_is_read_before_it_was_found_sound(disk: Disk) -> None:
     disk.fill()
     store = disk.open()
     assert (store.filled, store.full, store.get(3)) == (LENGTH, False, None)
-    assert (store.lookup(np.arange(LENGTH)) == NO_PLACE).all()
-    assert (store.lookup(np.array([3, 3, LENGTH + 7]), verify=True) != NO_PLACE).tolist() == [True, True, False]
+    assert (store.lookup(np.arange(LENGTH)) == NO_SLOT).all()
+    assert (store.lookup(np.array([3, 3, LENGTH + 7]), verify=True) != NO_SLOT).tolist() == [True, True, False]
     assert number_of(store.get(3)) == 3
     assert store.get(4) is None
     assert filled(store, [4]) == [], "it is there, and stays"
@@ -134,7 +134,7 @@ def test_a_copy_of_a_file_in_use_is_a_cache(disk: Disk, tmp_path: Path) -> None:
         shutil.copy(disk.path, copy.path)
         store.release([20, 21])
     with closing(copy.open()) as store:
-        assert (store.lookup(np.array(ALL)) == NO_PLACE).all()
+        assert (store.lookup(np.array(ALL)) == NO_SLOT).all()
         assert served(store) == ALL[:9]
         assert store.divide([20, 21]) == ([20, 21], [])
         store.release([20, 21])
@@ -165,8 +165,8 @@ def test_opening_costs_the_same_for_every_number_of_slots(tmp_path: Path, monkey
         assert store.fill(most - 5, np.arange(8))
     with closing(opened()) as store:
         assert store.some_stored(3) == [most - 5]
-        assert store.place(most - 5) == NO_PLACE
-        assert store.place(most - 5, verify=True) != NO_PLACE
+        assert store.ready_slot(most - 5) == NO_SLOT
+        assert store.ready_slot(most - 5, verify=True) != NO_SLOT
         assert store.get(most - 5).tolist() == list(range(8))
     assert moved[0] < 2**24
 
@@ -181,7 +181,7 @@ def test_where_pages_are_large_or_holes_unknown(disk: Disk, monkeypatch: Any, pa
         if not punch:
             patch.setattr(segment_module, "punch", lambda *_: False)
         with closing(disk.open()) as store:
-            assert (store.lookup(np.array(ALL)) == NO_PLACE).all()
+            assert (store.lookup(np.array(ALL)) == NO_SLOT).all()
             assert served(store) == ALL[:9]
             assert filled(store, ALL) == ALL[9:]
             assert (HEADER_BYTES + store.layout.scratch_bytes) % page == 0, "no page has scratch and entries"
@@ -346,8 +346,8 @@ def test_a_block_that_cannot_be_read_is_loaded_again(disk: Disk, monkeypatch: An
     with closing(disk.open()) as store:
         break_one_block(monkeypatch)
         with caplog.at_level(logging.WARNING):
-            assert store.place(5, verify=True) == NO_PLACE
-            assert store.place(6, verify=True) == NO_PLACE
+            assert store.ready_slot(5, verify=True) == NO_SLOT
+            assert store.ready_slot(6, verify=True) == NO_SLOT
         assert "is not read for" in caplog.text
         assert store.get(6) is None
     assert disk.served() == [index for index in ALL if index != 5]
@@ -400,7 +400,7 @@ def test_another_index_or_file_is_no_proof(tmp_path: Path) -> None:
     for image, found in ((content, [True, True]), (swapped, [False, False]), (stranger, [False, False])):
         disk.path.write_bytes(image)
         with closing(disk.open()) as store:
-            assert (store.lookup(np.array([0, 1]), verify=True) != NO_PLACE).tolist() == found
+            assert (store.lookup(np.array([0, 1]), verify=True) != NO_SLOT).tolist() == found
 
 
 def load(disk: Disk) -> Any:
@@ -451,4 +451,4 @@ def test_the_end_of_the_records_is_found_among_millions_of_slots(tmp_path: Path)
         assert store.layout.free == ends[2], "the last record is damaged"
         assert store.fill(7, sample("records", 7))
         places = store.lookup(np.array([*indices, 7]), verify=True)
-        assert list(map(number_of, store.read(places[places != NO_PLACE]))) == [*indices[:3], 7]
+        assert list(map(number_of, store.read(places[places != NO_SLOT]))) == [*indices[:3], 7]

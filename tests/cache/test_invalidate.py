@@ -16,7 +16,7 @@ import torch
 from lightning_stocache.cache.placement import Arc
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.rows import SampleSpec
-from lightning_stocache.cache.store import NO_PLACE, Store
+from lightning_stocache.cache.store import NO_SLOT, Store
 from lightning_stocache.node import segment as segment_module
 from tests.odds import stop
 from tests.processes import Child, call, hanging, wait_until
@@ -57,8 +57,8 @@ def put(store: Store, indices: Any, version: int, seen: int | None = None) -> li
 
 def versions(store: Store) -> dict[int, int]:
     places = store.lookup(ALL)
-    found = ALL[places != NO_PLACE].tolist()
-    read = store.read(places[places != NO_PLACE])
+    found = ALL[places != NO_SLOT].tolist()
+    read = store.read(places[places != NO_SLOT])
     return {index: version_in(index, torch.as_tensor(sample)) for index, sample in zip(found, read, strict=True)}
 
 
@@ -144,7 +144,7 @@ def work(store: Store, shared: Any, seed: int) -> None:
             places = store.lookup(indices)
             if dice.random() < 0.1:
                 time.sleep(0.002 * dice.random())
-            hits = places != NO_PLACE
+            hits = places != NO_SLOT
             memory = [np.empty(size, np.uint8) for size in store.codec.sizes(int(hits.sum()))]
             store.gather(places[hits], memory)
             if store.changes == seen:

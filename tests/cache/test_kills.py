@@ -26,7 +26,7 @@ from tests.cache.stores import (
     KINDS,
     LAYOUTS,
     LENGTH,
-    NO_PLACE,
+    NO_SLOT,
     Disk,
     RollingDisk,
     append,
@@ -244,9 +244,9 @@ def put_under_signals(job: Job, strikes: int) -> None:
                 assert locks.lock_turn(other.segment.descriptor, 0), "the turn was not ended"
                 fcntl.flock(other.segment.descriptor, fcntl.LOCK_UN)
                 store.release(store.divide(indices)[0])
-                missing = [index for index in indices if store.place(index) == NO_PLACE]
+                missing = [index for index in indices if store.ready_slot(index) == NO_SLOT]
                 assert store.put(missing, [encoded(store, index) for index in missing]) == [True] * len(missing)
-                rest = [index for index in ALL if store.place(index) == NO_PLACE]
+                rest = [index for index in ALL if store.ready_slot(index) == NO_SLOT]
                 assert filled(other, rest) == rest, "a slot is still claimed"
             store.clear()
         assert filled(store) == ALL
@@ -384,8 +384,8 @@ def write_and_read(store: Any, mark: int) -> int:
     mine, torn = torch.full((BIG,), mark, dtype=torch.uint8), 0
     for index in range(ARC.size):
         store.fill(index, mine)
-        place = store.place(index)
-        for found in store.read(np.array([place])) if place != NO_PLACE else ():
+        place = store.ready_slot(index)
+        for found in store.read(np.array([place])) if place != NO_SLOT else ():
             torn += int(found.min()) != int(found.max())
     return torn
 

@@ -27,7 +27,7 @@ from tests.cache.stores import (
     ALL,
     LAYOUTS,
     LENGTH,
-    NO_PLACE,
+    NO_SLOT,
     PAGE,
     codec_of,
     encoded,
@@ -88,7 +88,7 @@ def use_elsewhere(store: Any, handle: Any, before: list[int], new: list[int]) ->
 def test_what_was_stored_is_served_in_every_process(layout: str, method: str, backend: str) -> None:
     """Filled samples are served in every process. Each is stored once; the other indices have no slot."""
     store = opened(layout, slots=36, backend=backend)
-    with_slot = [index for index in range(LENGTH) if store.has_place(index)]
+    with_slot = [index for index in range(LENGTH) if store.has_slot(index)]
     assert len(with_slot) == len(store) == 36
     assert served(store) == []
     here = filled(store, range(15))
@@ -106,14 +106,14 @@ def test_indices_outside_of_the_dataset_have_no_place(store: Any, layout: str) -
     scribble(given)
     filled(store, range(0, LENGTH, 3))
     places = store.lookup(np.arange(-2 * LENGTH, 2 * LENGTH).reshape(4, LENGTH))
-    assert places[2].tolist() == [store.place(index) for index in ALL]
-    assert set(places[[0, 1, 3]].flatten().tolist()) == {NO_PLACE}
+    assert places[2].tolist() == [store.ready_slot(index) for index in ALL]
+    assert set(places[[0, 1, 3]].flatten().tolist()) == {NO_SLOT}
     for index in ALL:
         assert (store.get(index) is None) == bool(index % 3)
         if index % 3 == 0:
             scribble(store.get(index))
     for index in (-LENGTH - 1, -1, LENGTH, 7 * LENGTH):
-        assert (store.has_place(index), store.get(index), store.place(index)) == (False, None, NO_PLACE)
+        assert (store.has_slot(index), store.get(index), store.ready_slot(index)) == (False, None, NO_SLOT)
         assert not store.fill(index, sample(layout, 0))
     first, second = store.read(store.lookup(np.array([3, 3])))
     scribble(first)
@@ -124,8 +124,8 @@ def test_indices_outside_of_the_dataset_have_no_place(store: Any, layout: str) -
 def test_many_samples_are_stored_in_one_call(layout: str) -> None:
     """Without a slot, stored already, twice in the call, or larger than all there is, the outcome differs."""
     with closing(opened(layout, slots=LENGTH // 2)) as store:
-        first, second, *_ = with_slot = [index for index in ALL if store.has_place(index)]
-        [without, *_] = [index for index in ALL if not store.has_place(index)]
+        first, second, *_ = with_slot = [index for index in ALL if store.has_slot(index)]
+        [without, *_] = [index for index in ALL if not store.has_slot(index)]
         filled(store, [first])
         indices = [without, first, second, second]
         assert store.put(indices, contents(store, [1, 9, second, second])) == [None, False, True, False]
@@ -153,8 +153,8 @@ def test_rows_of_a_batch_are_stored_as_samples_are(elements: int, count: int) ->
 
     codec = SampleSpec.infer(made(0))
     with closing(memory_store(codec, arc=Ring.cut(100, (1.0,), (60,)).arcs[0])) as store:
-        inside = [index for index in range(100) if store.has_place(index)][: count + 2]
-        outside = next(index for index in range(100) if not store.has_place(index))
+        inside = [index for index in range(100) if store.has_slot(index)][: count + 2]
+        outside = next(index for index in range(100) if not store.has_slot(index))
         assert store.fill(inside[0], made(inside[0]))
         indices = [outside, inside[2], *inside, inside[1]]
         places = [3 * number for number in reversed(range(len(indices)))]
@@ -277,7 +277,7 @@ def test_records_of_many_processes_never_overlap(crowd: Any) -> None:
     with closing(Store.create(RecordCodec(100), Arc(10_000, 10_000), granted=2**19)) as store:
         crowd(fill_some, store)
         places = store.lookup(np.arange(10_000))
-        found = np.flatnonzero(places != NO_PLACE)
+        found = np.flatnonzero(places != NO_SLOT)
         assert list(store.read(places[found])) == [f"{index:4} " * (4 + index % 14) for index in found]
         assert len(found) > 2000
         assert store.fill_fraction > 0.999
@@ -302,7 +302,7 @@ def test_what_is_stored_is_counted_to_the_byte() -> None:
             total += sum(part.nbytes for part in parts)
             assert store.put([index, index], [parts, parts]) == [True, False]  # what is ready takes nothing
             places = store.lookup(np.array(ALL))
-            assert (store.stored_bytes(places[places != NO_PLACE]), store.filled) == (total, index + 1)
+            assert (store.stored_bytes(places[places != NO_SLOT]), store.filled) == (total, index + 1)
             assert total - PAGE <= store.memory_bytes <= total + 64 * (index + 1) + 2 * PAGE
             assert store.promised_bytes == GRANTED - store.memory_bytes
         assert (store.full, store.fill_fraction, store.granted_bytes) == (True, 1.0, GRANTED)
@@ -321,7 +321,7 @@ def test_a_full_store_holds_records_and_little_else(rng: random.Random) -> None:
     codec = RecordCodec.infer([content(index) for index in range(20)])
     arc = Ring.cut(len(lengths), (1.0,), (Records.slots_for(granted, codec, len(lengths)),)).arcs[0]
     with closing(Store.create(codec, arc, granted=granted)) as store:
-        ready = [index for index in range(len(lengths)) if store.has_place(index) and store.fill(index, content(index))]
+        ready = [index for index in range(len(lengths)) if store.has_slot(index) and store.fill(index, content(index))]
         assert sum(lengths[index] for index in ready) >= 0.95 * granted
         assert store.memory_bytes <= granted
     small, large = RecordCodec(nbytes=100), RecordCodec(nbytes=100_000)

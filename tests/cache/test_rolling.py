@@ -31,7 +31,7 @@ from lightning_stocache.node.segment import Segment
 from tests.cache.stores import (
     HEADER_BYTES,
     LAYOUTS,
-    NO_PLACE,
+    NO_SLOT,
     RollingDisk,
     append,
     append_for_ever,
@@ -64,7 +64,7 @@ def test_the_oldest_leave_first(store: RollingStore) -> None:
         append(store, range(number, number + 1))
         assert resident(store) == list(range(max(number - 7, 0), number + 1))
     assert (store.appended, store.evicted, store.filled) == (50, 42, 8)
-    assert store.lookup(np.array([-1, 0, 7, 8])).tolist() == [NO_PLACE, 0, 7, NO_PLACE]
+    assert store.lookup(np.array([-1, 0, 7, 8])).tolist() == [NO_SLOT, 0, 7, NO_SLOT]
 
 
 def test_what_does_not_fit_is_refused(store: RollingStore) -> None:

@@ -18,7 +18,7 @@ from lightning_stocache.cache import shortage
 from lightning_stocache.cache.compat import SharedCache
 from lightning_stocache.cache.placement import Arc
 from lightning_stocache.cache.rows import SampleSpec
-from lightning_stocache.cache.store import NO_PLACE, Store
+from lightning_stocache.cache.store import NO_SLOT, Store
 from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.named import open_named
 from lightning_stocache.node.segment import Segment
@@ -203,7 +203,7 @@ def look_without_room() -> None:
     shared.set_slot(1, sample(2), allow_overwrite=True)
     assert torch.equal(store.get(1), sample(2))  # type: ignore[arg-type]
     assert (store.get(99), store.get(70_000), store.filled) == (None, None, 1)
-    assert np.flatnonzero(store.lookup(np.arange(100_000)) != NO_PLACE).tolist() == [1]
+    assert np.flatnonzero(store.lookup(np.arange(100_000)) != NO_SLOT).tolist() == [1]
     assert int(shared[5].max()) == 0
     assert call(warn_elsewhere, store) == []
     with a_minute_later():
@@ -254,7 +254,7 @@ def put_small(store: Store, first: int, last: int) -> list[bool | None]:
 def check_small(store: Store, least: int) -> int:
     """How many small rows are stored, each of which is whole."""
     places = store.lookup(np.arange(SMALL))
-    found = np.flatnonzero(places != NO_PLACE)
+    found = np.flatnonzero(places != NO_SLOT)
     assert len(found) >= least
     for index, (numbers, number, _) in zip(found.tolist(), store.read(places[found]), strict=True):
         assert number == index

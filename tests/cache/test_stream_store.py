@@ -9,7 +9,7 @@ import pytest
 
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.rows import SampleSpec
-from lightning_stocache.cache.store import NO_PLACE
+from lightning_stocache.cache.store import NO_SLOT
 from lightning_stocache.cache.stream import Shard, StreamLedger, StreamStore
 from lightning_stocache.node.segment import Segment
 from tests.processes import call
@@ -39,7 +39,7 @@ def test_samples_of_all_processes_are_sorted_by_shard() -> None:
         assert from_shards.tolist() == [0, 0, 0, 1, 1]
         assert list(store.read(store.lookup(indices))) == [0, 1, 2, 10, 11]
         assert [list(store.marked(mark)) for mark in (11, 5)] == [[11], []]
-        assert (store.lookup(np.array([4, 5]), verify=True) != NO_PLACE).tolist() == [True, False]
+        assert (store.lookup(np.array([4, 5]), verify=True) != NO_SLOT).tolist() == [True, False]
         assert store.divide([5]) == ([5], [])
         assert store.ledger.begin(Shard(key=2)) == epoch + 1
         assert store.append(shard, epoch, 5, 5) is None

@@ -42,7 +42,8 @@ def test_batches_that_were_gathered_together_are_batches_of_their_own(dtype):
     """Nothing is copied. Who pickles one sends no other, and who changes one in place changes no other."""
     samples: Any = [(torch.full((2,), float(i), dtype=dtype), i) for i in range(5)]
     spec = SampleSpec.infer(samples[0])
-    rows = [torch.cat(column).numpy() for column in zip(*map(spec.flatten, samples), strict=True)]
+    rows = [np.empty(size, dtype=np.uint8) for size in spec.sizes(len(samples))]
+    spec.put_many(spec.rows(rows, len(samples)), range(len(samples)), [spec.encode(sample) for sample in samples])
     batches = Collator(spec).batches(rows, 5, 2)
     assert [field.data_ptr() for field in batches[0]] == [row.ctypes.data for row in rows]
     assert same(batches, [default_collate(samples[first : first + 2]) for first in (0, 2, 4)])

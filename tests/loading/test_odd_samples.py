@@ -118,7 +118,7 @@ def test_large_samples_are_stored_in_parts(budget: str, num_workers: int) -> Non
         for _ in range(2):
             batches = list(CachedLoader(dataset, 14, num_workers=num_workers))
             assert same(batches, list(DataLoader(source, 14)))
-        fitting = [index for index in range(14) if index not in (3, 12) and dataset.cache.has_place(index)]
+        fitting = [index for index in range(14) if index not in (3, 12) and dataset.cache.has_slot(index)]
         assert dataset.cache.filled == totals(dataset).fills == totals(dataset).misses == len(fitting)
         assert all(same(dataset[index], source[index]) for index in range(14))
 

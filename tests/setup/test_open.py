@@ -154,7 +154,7 @@ def folds(rank: int, folder: Path) -> Any:
     dataset = CachedDataset(CountedSource(LENGTH), "50%", defer=True, indices=mine)
     dataset.share(NodeGroup(rank, ((0,), (1,))))
     list(dataset)
-    held = [index for index in range(LENGTH) if dataset.cache.has_place(index)]
+    held = [index for index in range(LENGTH) if dataset.cache.has_slot(index)]
     result = held, dataset.cache.filled, dataset.ring.coverage
     dist.barrier()
     dataset.close()

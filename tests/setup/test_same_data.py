@@ -92,7 +92,7 @@ def test_what_has_no_slot_or_is_random_is_not_stored(monkeypatch: pytest.MonkeyP
     with closing(CachedDataset(rows(), freeze_random=True)) as dataset:
         assert dataset.cache.filled == 0
     with closing(CachedDataset(rows(), budget="10%")) as dataset:
-        held = [index for index in range(LENGTH) if dataset.cache.has_place(index)]
+        held = [index for index in range(LENGTH) if dataset.cache.has_slot(index)]
         assert len(held) == LENGTH // 10
         assert dataset.cache.filled == dataset.counters.totals().setup_fills == len(SEEN.intersection(held))
     monkeypatch.setattr(find, "MOST_BYTES", 5 * SampleSpec.infer(row(0)).nbytes)  # else of 64 MiB
