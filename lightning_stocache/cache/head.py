@@ -1,4 +1,4 @@
-"""The bytes before the samples of a store: columns with a number per slot, and a few words for all slots.
+"""The bytes before the samples of a store: columns with a number per slot, and a few numbers for all slots.
 
 `Head` says what there is and how large it is. `columns` makes live arrays over it. Every array begins at a multiple of
 64 bytes.
@@ -29,7 +29,7 @@ __all__ = [
     "LEFT",
     "ONCE",
     "ON_DISK",
-    "OWN_WORDS",
+    "OWN_NUMBERS",
     "ROLLING",
     "ROLLING_ENTRY",
     "ROUNDS_BEGIN",
@@ -99,10 +99,10 @@ def columns(
 
 @dataclass(frozen=True)
 class Head:
-    """The part of a segment before the samples: columns with a number per slot, and a few words for all slots."""
+    """The part of a segment before the samples: columns with a number per slot, and a few numbers for all slots."""
 
     columns: Mapping[str, npt.DTypeLike]
-    words: int = 8
+    numbers: int = 8
     entry: np.dtype[Any] | None = None
     """What each slot has in its entry; None without entries."""
 
@@ -124,8 +124,8 @@ class Head:
         return self if self.entry else self.plus({"begin": np.int64, "nbytes": np.int64})
 
     def scratch_bytes(self, count: int) -> int:
-        """Bytes of columns and words."""
-        size = aligned(offsets(self.columns, count)[END] + 8 * self.words)
+        """Bytes of columns and numbers."""
+        size = aligned(offsets(self.columns, count)[END] + 8 * self.numbers)
         return -(-(HEADER_BYTES + size) // self.block) * self.block - HEADER_BYTES
 
     def nbytes(self, count: int) -> int:
@@ -144,16 +144,16 @@ class Head:
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes of the words, and the most that alignment wastes. The number of slots does not matter."""
-        return 8 * self.words + 256 + (self.block if self.entry else 0)
+        """Bytes of the numbers, and the most that alignment wastes. The number of slots does not matter."""
+        return 8 * self.numbers + 256 + (self.block if self.entry else 0)
 
 
 FREE, CHANGES, LEFT, CLEARS, ROUNDS_BEGIN = range(5)
-"""The words of a store: see `layout`."""
+"""The numbers of a store: see `layout`."""
 
-OWN_WORDS = ROUNDS_BEGIN + ROUNDS.size // 8
-ONCE = Head({"state": np.uint32}, OWN_WORDS + SEATS // 2)
-"""The head of a store whose slots are written once. Behind its first words lie the lives of seats."""
+OWN_NUMBERS = ROUNDS_BEGIN + ROUNDS.size // 8
+ONCE = Head({"state": np.uint32}, OWN_NUMBERS + SEATS // 2)
+"""The head of a store whose slots are written once. Behind its first numbers lie the lives of seats."""
 
 ON_DISK = ONCE.on_disk
 """The head of such a store on a disk."""

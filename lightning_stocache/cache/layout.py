@@ -2,7 +2,7 @@
 
     state        per slot, uint32: empty, stored, or who has claimed it (`seats`); int64 in a rolling store
     ...          what the policy of the store needs per slot: a mark, a time; of records in memory their begin and size
-    words        a few int64 for all slots: where the free part of the run of records begins; the number of changes, odd
+    numbers      a few int64 for all slots: where the free part of the run of records begins; the number of changes, odd
                  while a change is under way; whether emptied slots have left room; how often all was cleared; the
                  rounds of `disk_sync`; the lives of seats
     entries      on a disk, per slot: the checksum, where the record begins, its size; int64 each; of a rolling store
@@ -20,9 +20,9 @@ its copy. Their pages are reserved before, and there a lack of memory is an erro
 sample.
 
 A disk is written through the file alone. Two parts of its head differ in what they mean. An entry outlives its job: a
-slot has a sample if its checksum is not zero. Columns and words before the entries say what is known while the file is
-open: a slot is ready if a process has verified or stored it. Who opens the file alone clears them (`mend`), so nothing
-that a crash or a copy has left there means anything. One hole does that, whatever the number of slots.
+slot has a sample if its checksum is not zero. Columns and numbers before the entries say what is known while the file
+is open: a slot is ready if a process has verified or stored it. Who opens the file alone clears them (`mend`), so
+nothing that a crash or a copy has left there means anything. One hole does that, whatever the number of slots.
 
 Records lie one behind the other. A writer moves the free offset behind its records in its turn, and writes without
 the turn, so records never overlap. An emptied slot keeps its room, for a record that is no larger. The room of a killed
@@ -50,7 +50,7 @@ from lightning_stocache.cache.head import (
     CLEARS,
     END,
     ONCE,
-    OWN_WORDS,
+    OWN_NUMBERS,
     ROUNDS_BEGIN,
     Head,
     columns,
@@ -99,7 +99,7 @@ class Layout(ABC):
         """Bytes at the beginning that mean nothing to the next job on a disk."""
         self._segment, self._head = segment, head
         starts = offsets(head.columns, count)
-        self._words_start = starts[END]
+        self._numbers_start = starts[END]
         self.columns = columns(segment, head.columns, count)
         self._places = {name: (starts[name], column.itemsize) for name, column in self.columns.items()}
         self.entries: npt.NDArray[Any] = np.empty(0)
@@ -112,13 +112,13 @@ class Layout(ABC):
         self.state = self.columns["state"]
         self.states: Numbers = segment.numbers_at(starts["state"], count, cast(Any, self.state.dtype.char))
         """The states to look at one and to change it: one look costs 30 ns in memory, through the array 100 ns."""
-        self.lives: Numbers = segment.numbers_at(self._words_start + 8 * OWN_WORDS, SEATS, "I")
+        self.lives: Numbers = segment.numbers_at(self._numbers_start + 8 * OWN_NUMBERS, SEATS, "I")
         """The life of each seat."""
-        self.numbers: Numbers = segment.numbers_at(self._words_start, head.words, "q")
-        """The words, to look at one and to change it."""
-        self.changes: Numbers = segment.numbers_at(self._words_start + 8 * CHANGES, 1, "q")
+        self.numbers: Numbers = segment.numbers_at(self._numbers_start, head.numbers, "q")
+        """The numbers, to look at one and to change it."""
+        self.changes: Numbers = segment.numbers_at(self._numbers_start + 8 * CHANGES, 1, "q")
         """The number of changes (`seats`)."""
-        self.rounds_offset = self._words_start + 8 * ROUNDS_BEGIN
+        self.rounds_offset = self._numbers_start + 8 * ROUNDS_BEGIN
         """Where the numbers of `disk_sync` are."""
         self.is_kept = head.entry is not None and segment.path is not None
         """Whether entries of earlier jobs count: a file without a name has none."""
@@ -218,10 +218,10 @@ class Layout(ABC):
     # ---- slots ----
 
     def reserve(self, first: int, last: int) -> None:
-        """Reserve the memory of the columns of some slots, and of the words. Raises OSError (ENOSPC) without it."""
+        """Reserve the memory of the columns of some slots, and of the numbers. Raises OSError (ENOSPC) without it."""
         for name, column in self.columns.items():
             self._segment.reserve(self.offset_in(name, first), (last - first) * column.itemsize)
-        self._segment.reserve(self._words_start, self.begin - self._words_start)
+        self._segment.reserve(self._numbers_start, self.begin - self._numbers_start)
 
     def offset_in(self, column: str, slot: int) -> int:
         """The offset of a slot's number in a column."""
@@ -277,7 +277,7 @@ class Layout(ABC):
     def clear(self) -> None:
         """Empty all slots, and return the memory of the samples. The head keeps its memory, and seats their lives."""
         self._segment.store(self.offset_in("state", 0), memoryview(bytes(self.state.nbytes)))
-        self._segment.store(self._words_start, memoryview(bytes(8 * CLEARS)))
+        self._segment.store(self._numbers_start, memoryview(bytes(8 * CLEARS)))
         self.numbers[CLEARS] += 1
         self._segment.discard(self.scratch_bytes if self._head.entry else self.begin)
 

@@ -52,7 +52,7 @@ class Records(Layout):
         self.end, self.fixed_bytes = segment.size - 1, head.fixed_bytes
         self.granted_bytes = segment.size - self.fixed_bytes
         self._begins, self._sizes = self.columns["begin"].data, self.columns["nbytes"].data
-        self._words_view = view_of(self.numbers)
+        self._numbers_view = view_of(self.numbers)
         self._run = segment.memory(0, segment.size)
 
     @classmethod
@@ -90,11 +90,11 @@ class Records(Layout):
     @property
     def free(self) -> int:
         """The offset of the free part of the run."""
-        return max(self._words_view[FREE], self.begin)
+        return max(self._numbers_view[FREE], self.begin)
 
     def has_room(self, nbytes: int) -> bool:
         """Whether a record may find room."""
-        return bool(nbytes <= self.end - self.free or self._words_view[LEFT])
+        return bool(nbytes <= self.end - self.free or self._numbers_view[LEFT])
 
     def write(self, slots: Sequence[int], samples: Sequence[Sequence[memoryview]]) -> list[bool]:
         """Write records one behind the other, all at once, and their places.
@@ -105,7 +105,7 @@ class Records(Layout):
         sizes = [self.size(contents) for contents in samples]
         if not any(map(self.has_room, sizes)):
             return [False] * len(slots)
-        if self._words_view[LEFT]:
+        if self._numbers_view[LEFT]:
             return [self._write_again(slot, contents) for slot, contents in zip(slots, samples, strict=True)]
         return self._append(slots, samples, sizes)
 
@@ -128,7 +128,7 @@ class Records(Layout):
         self, slots: Sequence[int], samples: Sequence[Sequence[memoryview]], sizes: Sequence[int]
     ) -> list[bool]:
         alignments = [_SMALL if len(contents) == 1 else aligned(1) for contents in samples]
-        found = self._find_free() if self._head.entry and not self._words_view[FREE] else 0
+        found = self._find_free() if self._head.entry and not self._numbers_view[FREE] else 0
         taken = self._segment.in_turn(self._take_room, sizes, alignments, found)
         if taken is None:
             return [False] * len(slots)
@@ -265,13 +265,13 @@ class Records(Layout):
 
     def _leave_out(self, slot: int) -> None:
         """Empty a slot whose record is not sound, unless another process has found the free part, and may fill it."""
-        if not self._words_view[FREE]:
+        if not self._numbers_view[FREE]:
             self.forget(slot)
 
     def close(self) -> None:
         """Drop all views."""
         super().close()
-        self._begins = self._sizes = self._words_view = memoryview(b"")
+        self._begins = self._sizes = self._numbers_view = memoryview(b"")
         self._run.release()
 
     def _take_room(self, sizes: Sequence[int], alignments: Sequence[int], found: int) -> tuple[int, int, list[int]]:
@@ -280,7 +280,7 @@ class Records(Layout):
         Returns:
             Where it was, where it is, and the begin of each record; 0 without room.
         """
-        if found and not self._words_view[FREE]:
+        if found and not self._numbers_view[FREE]:
             self.numbers[FREE] = found
         before = end = self.free
         begins = []

@@ -8,7 +8,9 @@ Every sample that is appended gets a ticket, the next number from 1 on, and the 
     2 * ticket + 1    that sample is being written, or was dropped, or its writer was killed
 
 A second column has the time of the last sample (nanoseconds of the wall clock, which goes on after a reboot); in
-memory 0 if it was dropped. Behind the words of every store lie those of `rolling_draws`, and control words. A writer
+memory 0 if it was dropped. Behind the numbers of every store lie those of `rolling_draws`, and control numbers.
+
+A writer
 
     [turn: next slot, its byte locked, generation odd] > bytes written > fence > generation even > byte unlocked
 
@@ -58,10 +60,10 @@ from lightning_stocache.cache.head import ONCE, ROLLING, ROLLING_ENTRY, Head, is
 from lightning_stocache.cache.layout import Layout
 from lightning_stocache.cache.medium import Disk
 from lightning_stocache.cache.placement import Arc, Domain, Integers
-from lightning_stocache.cache.rolling_draws import DRAWS_WORDS, RollingDraws
+from lightning_stocache.cache.rolling_draws import DRAWS_NUMBERS, RollingDraws
 from lightning_stocache.cache.rolling_reader import RollingReader
 from lightning_stocache.cache.rolling_room import Room, room_for
-from lightning_stocache.cache.rolling_slots import UNVERIFIED, RollingSlots, Word, live_bytes
+from lightning_stocache.cache.rolling_slots import UNVERIFIED, Control, RollingSlots, live_bytes
 from lightning_stocache.cache.shortage import refused
 from lightning_stocache.cache.store import NO_SLOT, RETRY_SECONDS, Store, layout_of
 from lightning_stocache.node.budget import format_bytes
@@ -72,7 +74,7 @@ __all__ = ["RollingStore"]
 
 log = logging.getLogger(__name__)
 
-_WORDS = ONCE.words + DRAWS_WORDS  # the first control word of a store in memory
+_CONTROL = ONCE.numbers + DRAWS_NUMBERS  # the first control number of a store in memory
 _LATEST = 1 << 60  # generations above are damaged
 
 
@@ -92,18 +94,18 @@ class RollingStore(Store):
         >>> store.close()
     """
 
-    head = Head({"state": np.int64, "time": np.int64}, _WORDS + len(Word))
+    head = Head({"state": np.int64, "time": np.int64}, _CONTROL + len(Control))
     stores_misses = False
 
     def __init__(self, segment: Segment, codec: Codec, arc: Arc, companion: Segment | None = None) -> None:
         super().__init__(segment, codec, arc, companion)
         self.count = arc.slots
-        self._slots = RollingSlots(segment, self.layout, _WORDS, companion)
-        self._words = self._slots.words
+        self._slots = RollingSlots(segment, self.layout, _CONTROL, companion)
+        self._control = self._slots.control
         self._room: Room = room_for(codec)(segment, cast(Any, self.layout), self._slots)
         disk = cast(Disk, self._medium) if segment.on_disk else None
         self._reader = RollingReader(segment, self.layout, self._slots, self._room, disk)
-        self.draws = RollingDraws(self.layout.numbers, ONCE.words)
+        self.draws = RollingDraws(self.layout.numbers, ONCE.numbers)
         """What the fillers of this store draw, and how far they are."""
         self._has_left_out = False  # a sample, since the store has stopped growing
 
@@ -139,8 +141,8 @@ class RollingStore(Store):
 
     @classmethod
     def _head(cls, on_disk: bool) -> Head:
-        """On a disk there are entries, and no control words."""
-        return Head({"state": np.int64}, _WORDS, ROLLING_ENTRY) if on_disk else cls.head
+        """On a disk there are entries, and no control numbers."""
+        return Head({"state": np.int64}, _CONTROL, ROLLING_ENTRY) if on_disk else cls.head
 
     @classmethod
     def mend(cls, codec: Codec, segment: Segment, manifest: Manifest, domain: Domain | None = None) -> None:
@@ -153,7 +155,7 @@ class RollingStore(Store):
         if not segment.on_disk:
             return cls(segment, codec, arc)
         size = live_bytes(arc.slots)
-        manifest = Manifest(Geometry(0, 0), "the control words of a rolling cache on a disk", payload=size)
+        manifest = Manifest(Geometry(0, 0), "the control numbers of a rolling cache on a disk", payload=size)
         live = Segment.create(size, "file", manifest, reserved=size)
         try:
             store = cls(segment, codec, arc, live)
@@ -186,8 +188,8 @@ class RollingStore(Store):
         found = list(itertools.dropwhile(lambda slot: not is_sound(slot), newest_first))
         latest = (int(states[found[0]]) if found else 0) + 2 * self.count + 2  # later generations are damaged
         last = int(states[states <= latest].max(initial=0)) // 2
-        found, words = self._room.in_order(found, is_sound)
-        words |= {Word.APPENDED: last, Word.EPOCH: last, Word.BEFORE: last, Word.FOUND: len(found)}
+        found, control = self._room.in_order(found, is_sound)
+        control |= {Control.APPENDED: last, Control.EPOCH: last, Control.BEFORE: last, Control.FOUND: len(found)}
         is_found = np.zeros(self.count, dtype=np.bool_)
         is_found[found] = True
         now = time.time_ns()
@@ -195,8 +197,8 @@ class RollingStore(Store):
         entries["time"][is_found & ((entries["time"] <= 0) | (entries["time"] > now))] = now
         self._rewrite("state", self._slots.generations, states * is_found)
         self._rewrite("sum", self.layout.entries, entries)
-        for word, number in words.items():
-            self._words[word] = number
+        for name, number in control.items():
+            self._control[name] = number
         cast(Any, self._slots.rounds)[is_found] = UNVERIFIED  # from here on these samples can be read
 
     def _rewrite(self, name: str, old: npt.NDArray[Any], new: npt.NDArray[Any]) -> None:
@@ -289,8 +291,8 @@ class RollingStore(Store):
         return self.segment.in_turn(self._take, nbytes)
 
     def _take(self, nbytes: int) -> int | None:
-        slots, words = self._slots, self._words
-        turn = int(words[Word.NEXT] % max(self.limit, 1))
+        slots, control = self._slots, self._control
+        turn = int(control[Control.NEXT] % max(self.limit, 1))
         slot = self._room.next_slot(turn)
         if not slots.lock(slot):
             return None
@@ -299,12 +301,12 @@ class RollingStore(Store):
             if not self._room.make(slot, nbytes):
                 return None
             leaves = slots.is_readable(slot)
-            ticket = words[Word.APPENDED] + 1
-            words[Word.APPENDED] = ticket
+            ticket = control[Control.APPENDED] + 1
+            control[Control.APPENDED] = ticket
             slots.begin(slot, ticket)
-            words[Word.EVICTED] += leaves
+            control[Control.EVICTED] += leaves
             if slot == turn:
-                words[Word.NEXT] += 1
+                control[Control.NEXT] += 1
             is_taken = True
         finally:
             if not is_taken:
@@ -325,7 +327,7 @@ class RollingStore(Store):
 
     def _write_sample(self, slot: int, contents: Sequence[memoryview], index: int) -> str | None:
         """Write a sample. If memory is short while the store grows, return the reason in words."""
-        room, grows = self._room, not self._words[Word.LAPPED]
+        room, grows = self._room, not self._control[Control.LAPPED]
         if grows and room.takes_memory(slot):  # afterwards the store takes no more memory
             short = self._shortage.comes_with(self.layout.size(contents))
             if short is not None:
@@ -338,7 +340,7 @@ class RollingStore(Store):
                 self.layout.columns["time"][slot] = now
         except OSError as error:
             if not grows:
-                self._words[Word.HOLES] = 1  # the next sample comes here, and no other leaves for it
+                self._control[Control.HOLES] = 1  # the next sample comes here, and no other leaves for it
                 raise
             return refused(error, on_disk=self.segment.on_disk)
         return None
@@ -434,24 +436,24 @@ class RollingStore(Store):
 
     def begin_epoch(self) -> None:
         """Begin an epoch: samples that come from now on are newer than the epoch."""
-        self._words[Word.EPOCH] = self._words[Word.APPENDED]
+        self._control[Control.EPOCH] = self._control[Control.APPENDED]
 
     # ---- size ----
 
     @property
     def appended(self) -> int:
         """Number of samples that came in this job, with the samples that are being written."""
-        return int(self._words[Word.APPENDED] - self._words[Word.BEFORE])
+        return int(self._control[Control.APPENDED] - self._control[Control.BEFORE])
 
     @property
     def found(self) -> int:
         """Number of samples of earlier jobs that this job has found."""
-        return int(self._words[Word.FOUND])
+        return int(self._control[Control.FOUND])
 
     @property
     def evicted(self) -> int:
         """Number of samples that left for newer samples."""
-        return int(self._words[Word.EVICTED])
+        return int(self._control[Control.EVICTED])
 
     @property
     def limit(self) -> int:
@@ -496,5 +498,5 @@ class RollingStore(Store):
         """Stop using the segment, which stays open."""
         self._slots.close()
         self.draws.close()
-        self._words = memoryview(b"")
+        self._control = memoryview(b"")
         super().drop_views()

@@ -23,7 +23,7 @@ from lightning_stocache.cache.head import is_complete
 from lightning_stocache.cache.medium import Disk
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.rolling_room import Room
-from lightning_stocache.cache.rolling_slots import EMPTY, UNVERIFIED, RollingSlots, Word
+from lightning_stocache.cache.rolling_slots import EMPTY, UNVERIFIED, Control, RollingSlots
 from lightning_stocache.node.processes import poll
 from lightning_stocache.node.segment import Segment, fence
 
@@ -173,7 +173,7 @@ class RollingReader:
         if self._slots.states[slot] != generation:
             return
         if word == EMPTY:
-            self._slots.words[Word.HOLES] = 1
+            self._slots.control[Control.HOLES] = 1
             self._slots.set_round(slot, EMPTY)  # a disk may refuse the rest
             self._slots.drop(slot)
         elif word is not None:
@@ -181,7 +181,7 @@ class RollingReader:
 
     def _count_newer(self, generations: Integers) -> int:
         """Number of samples that came after the epoch had begun."""
-        return int(np.count_nonzero(generations > 2 * self._slots.words[Word.EPOCH]))
+        return int(np.count_nonzero(generations > 2 * self._slots.control[Control.EPOCH]))
 
     def _whole(self, slots: Integers) -> tuple[Integers, Integers]:
         """These slots, with readable slots in place of those that cannot be read now, and their generations."""
@@ -213,8 +213,8 @@ class RollingReader:
         slots = self._chance.integers(0, self._slots.count, 64 + 8 * count)
         slots = slots[self._slots.are_readable(slots)]
         if len(slots) < count:
-            words = self._slots.words
-            is_new = words[Word.APPENDED] == words[Word.BEFORE] and not words[Word.FOUND]
+            control = self._slots.control
+            is_new = control[Control.APPENDED] == control[Control.BEFORE] and not control[Control.FOUND]
             for seconds in poll(pause=0.001):
                 if len(slots := self.readable_slots()):
                     break

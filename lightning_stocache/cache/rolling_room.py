@@ -22,15 +22,15 @@ from lightning_stocache.cache.codec import Codec, aligned
 from lightning_stocache.cache.head import Head, is_complete
 from lightning_stocache.cache.layout_records import KNOWN, Records
 from lightning_stocache.cache.layout_rows import Rows
-from lightning_stocache.cache.rolling_slots import RollingSlots, Word
+from lightning_stocache.cache.rolling_slots import Control, RollingSlots
 from lightning_stocache.node.segment import Segment
 
 __all__ = ["Room", "RecordRoom", "RowRoom", "room_for"]
 
 _SMALLER = 4  # there are slots enough for records that are this much smaller than expected
 
-Order = tuple[list[int], dict[Word, int]]
-"""Slots with samples, newest first, and the control words with which the next writer goes on."""
+Order = tuple[list[int], dict[Control, int]]
+"""Slots with samples, newest first, and the control numbers with which the next writer goes on."""
 
 
 class RowRoom:
@@ -55,7 +55,7 @@ class RowRoom:
     @property
     def most(self) -> int:
         """How much the store may use."""
-        return int(self._slots.words[Word.MOST]) or self.total
+        return int(self._slots.control[Control.MOST]) or self.total
 
     @property
     def limit(self) -> int:
@@ -72,19 +72,19 @@ class RowRoom:
 
     def next_slot(self, turn: int) -> int:
         """The slot for the next sample: the slot whose turn it is, or, if that has a sample, an empty slot."""
-        slots, words = self._slots, self._slots.words
-        if words[Word.HOLES] and is_complete(slots.states[turn]):
+        slots, control = self._slots, self._slots.control
+        if control[Control.HOLES] and is_complete(slots.states[turn]):
             holes = np.flatnonzero(~slots.have_samples(self.limit)).tolist()
             if not holes:
-                words[Word.HOLES] = 0
+                control[Control.HOLES] = 0
             return next(itertools.filterfalse(slots.is_being_written, holes), turn)
         return turn
 
     def make(self, slot: int, nbytes: int) -> bool:
         """Make room for the sample of a locked slot. In a turn. Returns False while another writer has that room."""
-        words = self._slots.words
-        if slot == 0 and words[Word.NEXT]:
-            words[Word.LAPPED] = 1
+        control = self._slots.control
+        if slot == 0 and control[Control.NEXT]:
+            control[Control.LAPPED] = 1
         return True
 
     def takes_memory(self, slot: int) -> bool:
@@ -105,23 +105,23 @@ class RowRoom:
 
     def limit_to(self, most: int) -> None:
         """Use only so much room from now on. In a turn."""
-        words = self._slots.words
+        control = self._slots.control
         if most < self.most:
-            words[Word.MOST] = most
-            words[Word.NEXT] = 0
-            words[Word.LAPPED] = 1
+            control[Control.MOST] = most
+            control[Control.NEXT] = 0
+            control[Control.LAPPED] = 1
 
     def in_order(self, newest_first: Sequence[int], is_sound: Callable[[int], bool]) -> Order:
         """The slots of a job before, and where the next writer goes on."""
         count = self.total
         newest = newest_first[0] if newest_first else -1
         is_full = (newest + 1) % count in newest_first  # up to the oldest sample
-        words = {
-            Word.NEXT: newest_first[-1] if is_full else newest + 1,
-            Word.LAPPED: int(is_full or max(newest_first, default=-1) > newest),
-            Word.HOLES: int(len(newest_first) < count),
+        control = {
+            Control.NEXT: newest_first[-1] if is_full else newest + 1,
+            Control.LAPPED: int(is_full or max(newest_first, default=-1) > newest),
+            Control.HOLES: int(len(newest_first) < count),
         }
-        return list(newest_first), words
+        return list(newest_first), control
 
 
 class RecordRoom:
@@ -146,7 +146,7 @@ class RecordRoom:
     @property
     def most(self) -> int:
         """How much the store may use."""
-        return int(self._slots.words[Word.MOST]) or self.total
+        return int(self._slots.control[Control.MOST]) or self.total
 
     @property
     def limit(self) -> int:
@@ -155,10 +155,10 @@ class RecordRoom:
 
     def capacity(self, expected: int) -> int:
         """Number of samples for which there is room, if the next are as large as those before, or as expected."""
-        live, words = self._live, self._slots.words
-        if live and words[Word.LAPPED]:
+        live, control = self._live, self._slots.control
+        if live and control[Control.LAPPED]:
             return live
-        mean = words[Word.END] / live if live >= KNOWN else aligned(max(expected, 1))
+        mean = control[Control.END] / live if live >= KNOWN else aligned(max(expected, 1))
         return max(min(int(self.most / max(mean, 1)), self._slots.count), 1)
 
     def needed(self, nbytes: int) -> int:
@@ -174,21 +174,21 @@ class RecordRoom:
 
         Returns False while another writer has that room.
         """
-        words, need = self._slots.words, aligned(nbytes)
-        begin, size = words[Word.END], self.most
+        control, need = self._slots.control, aligned(nbytes)
+        begin, size = control[Control.END], self.most
         if need > size:
             return False
         if begin + need > size:
             if not self._free(begin, max(size, begin), slot):
                 return False
-            begin = words[Word.END] = 0
-            words[Word.LAPPED] = 1
+            begin = control[Control.END] = 0
+            control[Control.LAPPED] = 1
         if not self._free(begin, begin + need, slot):
             return False
         if self._live == self._slots.count and not self._end_oldest(slot):  # the oldest sample is in this very slot
             return False
         self._layout.set_place(slot, self._layout.begin + begin, nbytes)
-        words[Word.END] = begin + need
+        control[Control.END] = begin + need
         return True
 
     def _free(self, begin: int, end: int, slot: int) -> bool:
@@ -212,20 +212,20 @@ class RecordRoom:
         if generation & 1 and slot != mine and slots.is_being_written(slot):
             return False
         if is_complete(generation):
-            slots.words[Word.EVICTED] += 1
+            slots.control[Control.EVICTED] += 1
         slots.drop(slot)
-        slots.words[Word.TAIL] += 1
+        slots.control[Control.TAIL] += 1
         return True
 
     @property
     def _oldest(self) -> int:
         """The slot of the oldest sample."""
-        return int(self._slots.words[Word.TAIL] % self._slots.count)
+        return int(self._slots.control[Control.TAIL] % self._slots.count)
 
     @property
     def _live(self) -> int:
         """Number of slots with bytes. It follows from two counts, because a writer may be killed between two steps."""
-        return int(self._slots.words[Word.NEXT] - self._slots.words[Word.TAIL])
+        return int(self._slots.control[Control.NEXT] - self._slots.control[Control.TAIL])
 
     def takes_memory(self, slot: int) -> bool:
         """Whether writing a sample into a slot may take memory."""
@@ -242,7 +242,7 @@ class RecordRoom:
     def limit_to(self, most: int) -> None:
         """Use only so much room from now on. In a turn."""
         if most < self.most:
-            self._slots.words[Word.MOST] = most
+            self._slots.control[Control.MOST] = most
 
     def in_order(self, newest_first: Sequence[int], is_sound: Callable[[int], bool]) -> Order:
         """The records that lie one before the other in the run, and whose slots do, so that no two overlap.
@@ -279,13 +279,13 @@ class RecordRoom:
         if not found:
             return found, {}
         following = found[0] + 1 + count
-        words = {
-            Word.NEXT: following,
-            Word.TAIL: following - 1 - (found[0] - found[-1]) % count,
-            Word.END: top - start,
-            Word.LAPPED: int(floor == top),
+        control = {
+            Control.NEXT: following,
+            Control.TAIL: following - 1 - (found[0] - found[-1]) % count,
+            Control.END: top - start,
+            Control.LAPPED: int(floor == top),
         }
-        return found, words
+        return found, control
 
 
 Room = RowRoom | RecordRoom

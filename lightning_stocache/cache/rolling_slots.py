@@ -1,6 +1,6 @@
 """The slots of a rolling store: the generation of each, who writes it, and whether its sample is safe (`rolling`).
 
-On a disk the control words and the rounds of slots lie in memory that the processes of the job share (`live_bytes`),
+On a disk the control numbers and the rounds of slots lie in memory that the processes of the job share (`live_bytes`),
 because a disk may lose what it has taken: then a page has what it had before, and a slot the generation of a sample
 that was overwritten since. That memory is a file with a name in /dev/shm, so a process in another container can attach
 to it, as to the file on the disk. So a slot that a writer takes loses its round first, and gets one when its sample is
@@ -27,14 +27,14 @@ from lightning_stocache.cache.layout import Layout
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.node.segment import Numbers, Segment, fence
 
-__all__ = ["EMPTY", "UNVERIFIED", "RollingSlots", "Word", "live_bytes"]
+__all__ = ["EMPTY", "UNVERIFIED", "RollingSlots", "Control", "live_bytes"]
 
 EMPTY, REPLACED, UNVERIFIED = range(3)
 """Rounds of slots whose sample has none; those of `disk_sync` are larger."""
 
 
-class Word(IntEnum):
-    """The control words of a rolling store, int64 each, 0 at first."""
+class Control(IntEnum):
+    """The control numbers of a rolling store, int64 each, 0 at first."""
 
     APPENDED = 0  # the last ticket
     BEFORE = 1  # the last ticket of earlier jobs
@@ -50,8 +50,8 @@ class Word(IntEnum):
 
 
 def live_bytes(count: int) -> int:
-    """Bytes of the control words, and of the rounds of `count` slots."""
-    return aligned(8 * len(Word)) + 4 * count
+    """Bytes of the control numbers, and of the rounds of `count` slots."""
+    return aligned(8 * len(Control)) + 4 * count
 
 
 class RollingSlots:
@@ -60,19 +60,19 @@ class RollingSlots:
     Args:
         segment: has the slots, and their locks.
         layout: the layout of the samples.
-        first_word: the first control word of a store in memory, among the words of its layout.
-        live: the memory of the control words and rounds of a store on a disk.
+        first_number: the first control number of a store in memory, among the numbers of its layout.
+        live: the memory of the control numbers and rounds of a store on a disk.
     """
 
-    def __init__(self, segment: Segment, layout: Layout, first_word: int, live: Segment | None) -> None:
+    def __init__(self, segment: Segment, layout: Layout, first_number: int, live: Segment | None) -> None:
         self.count = layout.count
         self.rounds: npt.NDArray[np.uint32] | None = None
         """On a disk: the round of each slot, uint32 `[slots]`."""
         if live is None:
-            self.words: Numbers = cast(memoryview, layout.numbers)[first_word:]
+            self.control: Numbers = cast(memoryview, layout.numbers)[first_number:]
         else:
-            self.words = live.numbers_at(0, len(Word), "q")
-            start = aligned(8 * len(Word))
+            self.control = live.numbers_at(0, len(Control), "q")
+            start = aligned(8 * len(Control))
             self.rounds = np.frombuffer(live.memory(start, 4 * self.count), np.uint32)
         self.generations: npt.NDArray[np.int64] = layout.state
         """The state of each slot, int64 `[slots]`, to look at many; not to be written."""
@@ -160,5 +160,5 @@ class RollingSlots:
     def close(self) -> None:
         """Drop all views."""
         self.generations = np.empty(0, dtype=np.int64)
-        self.states = self.words = memoryview(b"")
+        self.states = self.control = memoryview(b"")
         self.rounds = None

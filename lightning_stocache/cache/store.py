@@ -91,7 +91,7 @@ _SLOW = "a sync of it has not ended within {:.0f} s, or has ended with its proce
 class StoreHandle:
     """The address of a store for other processes of the node. It can be pickled and sent anywhere.
 
-    `companion` is the ledger of a stream, or the control words and rounds of a rolling store on a disk.
+    `companion` is the ledger of a stream, or the control numbers and rounds of a rolling store on a disk.
     """
 
     segment: SegmentHandle
@@ -126,7 +126,7 @@ class Store:
     """
 
     head: ClassVar[Head] = ONCE
-    """The columns and words that lie before the samples, in memory."""
+    """The columns and numbers that lie before the samples, in memory."""
 
     stores_misses: ClassVar[bool] = True
     """Whether this store takes missing samples by `put`."""
