@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import glob
+import linecache
 import multiprocessing
 import os
 import pickle
@@ -304,8 +305,9 @@ def signal_at_line(
     number: int, rooms: Sequence[str], counts: Callable[[], bool], *, sent: signal.Signals = signal.SIGKILL
 ) -> Iterator[None]:
     """Kill, stop or interrupt (SIGINT) this process at the given line that it runs of these rooms of the package, of
-    those before which one counts."""
+    those before which one counts. Python handles no signal at `try`, nor between the body of a `with` and its exit."""
     parent, lines = Path(lightning_stocache.__file__).parent, 0
+    last = dict[FrameType, int]()
     directories = tuple(f"{parent / room}{os.sep}" for room in rooms)
 
     def trace(frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
@@ -314,11 +316,16 @@ def signal_at_line(
             return None
         if event == "line" and counts():
             lines += 1
-            if lines == number:
+            if lines >= number and (sent != signal.SIGINT or may_come(frame)):
                 if sent == signal.SIGINT:
                     raise KeyboardInterrupt  # a signal would come a few lines later
                 os.kill(os.getpid(), sent)
+        last[frame] = frame.f_lineno
         return trace
+
+    def may_come(frame: FrameType) -> bool:
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        return line != "try:" and not (line.startswith("with ") and last.get(frame, 0) > frame.f_lineno)
 
     sys.settrace(trace)
     try:

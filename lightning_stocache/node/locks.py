@@ -138,8 +138,6 @@ def is_used(descriptor: int) -> bool:
 
 def lock_turn(descriptor: int, seconds: float) -> bool:
     """Take the turn. Returns False if it is not free within the seconds. `fcntl.flock` with LOCK_UN unlocks it."""
-    if not are_exclusive():
-        return True
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):

@@ -410,16 +410,17 @@ class Segment:
             return None
         file = self.descriptor
         with self._threads:
+            if not self._has_turns:
+                return work(*args)
             try:
                 self._is_late = not locks.lock_turn(file, 0 if self._is_late else _PATIENCE)
                 return None if self._is_late else work(*args)
             finally:
-                if self._has_turns:  # no function of Python's, at whose beginning KeyboardInterrupt could come
-                    try:
-                        fcntl.flock(file, fcntl.LOCK_UN)
-                    except KeyboardInterrupt:  # in an audit hook, which is one
-                        fcntl.flock(file, fcntl.LOCK_UN)
-                        raise
+                try:  # no function of Python's, at whose beginning KeyboardInterrupt could come
+                    fcntl.flock(file, fcntl.LOCK_UN)
+                except KeyboardInterrupt:  # in an audit hook, which is one
+                    fcntl.flock(file, fcntl.LOCK_UN)
+                    raise
 
     def state_of(self, kind: type[_T]) -> _T:
         """What all threads of this process share for this segment: one `kind()`, which a forked child makes anew."""
