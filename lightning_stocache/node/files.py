@@ -126,6 +126,7 @@ def make_file(backend: Backend, directory: str | None = None) -> tuple[int, str 
     Raises:
         OSError: the system refuses the file, or has no memfd.
     """
+    _open_standard()
     where = directory or memory_directory()
     if backend == "memfd" and directory is None:
         if not hasattr(os, "memfd_create"):
@@ -133,11 +134,15 @@ def make_file(backend: Backend, directory: str | None = None) -> tuple[int, str 
         return os.memfd_create("lightning_stocache", os.MFD_CLOEXEC), None
     if backend != "file" and hasattr(os, "O_TMPFILE"):
         try:
-            return os.open(where, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600), None
+            file = os.open(where, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            os.fchmod(file, 0o600)  # whatever the umask: processes open the file anew
+            return file, None
         except OSError as error:  # some filesystems of disks lack such files
             if directory is None or error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
                 raise
-    return tempfile.mkstemp(prefix=prefix(), dir=where)
+    file, path = tempfile.mkstemp(prefix=prefix(), dir=where)
+    os.fchmod(file, 0o600)
+    return file, path
 
 
 def open_own(path: str, *, create: bool = False) -> int:
@@ -149,6 +154,7 @@ def open_own(path: str, *, create: bool = False) -> int:
         FileNotFoundError: there is no such file.
         PermissionError: other users may open the file, or it is no regular file; the message says what to do.
     """
+    _open_standard()
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_CREAT if create else 0)
     refusal = PermissionError(
         f"{printable(path)} is not trusted, because it is no file that this user alone may open: give another name, or "
@@ -165,6 +171,13 @@ def open_own(path: str, *, create: bool = False) -> int:
         return descriptor
     os.close(descriptor)
     raise refusal
+
+
+def _open_standard() -> None:
+    """Open the null device under the numbers of standard streams that are closed: C code writes to these numbers."""
+    while (file := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(file)
 
 
 def reserve(data: int, offset: int, length: int) -> None:

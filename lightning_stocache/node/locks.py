@@ -18,6 +18,7 @@ segment has its locks, and `use` is a `flock`.
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 import sys
@@ -60,7 +61,11 @@ def open_anew(descriptor: int, flags: int = os.O_RDWR) -> int:
 
 @cache
 def are_exclusive() -> bool:
-    """Whether two open file descriptions exclude each other on this system."""
+    """Whether two open file descriptions exclude each other on this system.
+
+    Raises:
+        OSError: no descriptor is left to find out.
+    """
     if not hasattr(os, "memfd_create") or not hasattr(fcntl, "F_OFD_SETLK"):
         return False
     descriptor = os.memfd_create("stocache-locks", os.MFD_CLOEXEC)
@@ -74,7 +79,9 @@ def excludes(descriptor: int) -> bool:
     """Whether two open file descriptions exclude each other on a file that nobody else has open."""
     try:
         other = open_anew(descriptor)
-    except OSError:
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):  # says nothing of the system
+            raise
         return False
     try:
         return _set(descriptor, fcntl.F_WRLCK, 0) and not _set(other, fcntl.F_WRLCK, 0)

@@ -30,6 +30,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing import context, reduction
@@ -138,16 +139,18 @@ class Segment:
         alone: bool = False,
     ) -> None:
         self.size, self.path, self.on_disk, self.descriptor = size, path, on_disk, file
+        self._file: _File | None = _File(file)
         self._own_paths = [path] if owned and path else []
         self._map: mmap.mmap | None = None
         self.closed = True  # in this process; an attribute, because a loader reads it for each batch
-        self._threads = threading.Lock()  # of this process, which share the turn
+        self._threads = threading.RLock()  # of this process, which share the turn
+        self._is_working = False  # in the turn
         self._held_here: dict[int, threading.Lock] = {}  # by byte: `holding` excludes other threads, too
         self._states: dict[type[Any], Any] = {}
         self._is_late = False  # the turn was not free in time, and is tried once a call
-        self._has_turns = locks.are_exclusive()
-        self._finalizer = weakref.finalize(self, _release, file, self._own_paths, os.getpid())
+        self._finalizer = weakref.finalize(self, _unlink, self._own_paths, os.getpid())
         try:
+            self._has_turns = locks.are_exclusive()
             self.has_locks = self._has_turns or made_here
             if made_here:
                 warn_without_locks()
@@ -157,6 +160,7 @@ class Segment:
             self._map = _mapped(file, HEADER_BYTES + size, writable=not on_disk)
             self.closed = False
         except BaseException:
+            self._file = None
             self._finalizer()
             raise
         _open_here.add(self)
@@ -240,7 +244,7 @@ class Segment:
     def backend(self) -> Backend:
         """The kind of the file."""
         if self.path is None:
-            with contextlib.suppress(FileNotFoundError):  # without /proc (macOS) it is a file whose name is gone
+            with suppress(FileNotFoundError):  # without /proc (macOS) it is a file whose name is gone
                 return "memfd" if os.readlink(f"/proc/self/fd/{self.descriptor}").startswith("/memfd:") else "tmpfile"
         return "file"
 
@@ -262,10 +266,10 @@ class Segment:
         Raises:
             OSError: a block cannot be read, or the file ends too early (EIO).
         """
-        self._check_open()
-        content = os.pread(self.descriptor, length, HEADER_BYTES + offset)
+        file = self._open_file()
+        content = os.pread(file.number, length, HEADER_BYTES + offset)
         while len(content) < length:
-            piece = os.pread(self.descriptor, length - len(content), HEADER_BYTES + offset + len(content))
+            piece = os.pread(file.number, length - len(content), HEADER_BYTES + offset + len(content))
             if not piece:
                 raise OSError(errno.EIO, f"the file ends {length - len(content)} bytes too early")
             content += piece
@@ -296,8 +300,8 @@ class Segment:
         Raises:
             OSError: there is no memory left (ENOSPC); nothing has changed.
         """
-        self._check_open()
-        reserve(self.descriptor, HEADER_BYTES + offset, length)
+        file = self._open_file()
+        reserve(file.number, HEADER_BYTES + offset, length)
 
     def store(self, offset: int, *parts: memoryview) -> None:
         """Write parts into the payload, one after the other, through the file. One call allocates memory and copies.
@@ -305,22 +309,21 @@ class Segment:
         Raises:
             OSError: there is no memory left (ENOSPC); a part may have been written.
         """
-        self._check_open()
+        file = self._open_file()
         offset += HEADER_BYTES
-        if len(parts) == 1 and os.pwrite(self.descriptor, parts[0], offset) == parts[0].nbytes:
+        if len(parts) == 1 and os.pwrite(file.number, parts[0], offset) == parts[0].nbytes:
             return
         several = 1 < len(parts) <= _MOST_PARTS and hasattr(os, "pwritev")  # macOS has it from 11 on
-        written = os.pwritev(self.descriptor, parts, offset) if several else 0
+        written = os.pwritev(file.number, parts, offset) if several else 0
         for part in parts:
             while written < part.nbytes:
-                written += os.pwrite(self.descriptor, part[written:] if written else part, offset + written)
+                written += os.pwrite(file.number, part[written:] if written else part, offset + written)
             offset, written = offset + part.nbytes, written - part.nbytes
 
     def put(self, offset: int, content: bytes) -> None:
         """Write a single number through the file. Raises OSError without room."""
-        if self.closed:
-            raise ValueError("the segment is closed")
-        os.pwrite(self.descriptor, content, HEADER_BYTES + offset)
+        file = self._open_file()
+        os.pwrite(file.number, content, HEADER_BYTES + offset)
 
     def discard(self, offset: int = 0, end: int | None = None) -> None:
         """Zero the payload from `offset` on, or up to `end`, in every process, and return its memory at once.
@@ -328,13 +331,13 @@ class Segment:
         Other processes may read that part meanwhile. Where the system cannot free pages inside a file (macOS, some
         disks), they must not, because the file is shorter for a moment.
         """
-        self._check_open()
+        file = self._open_file()
         first, last = HEADER_BYTES + offset, HEADER_BYTES + (self.size if end is None else end)
-        if first == last or punch(self.descriptor, first, last - first):
+        if first == last or punch(file.number, first, last - first):
             return
         if end is None:
-            os.ftruncate(self.descriptor, first)
-            os.ftruncate(self.descriptor, last)
+            os.ftruncate(file.number, first)
+            os.ftruncate(file.number, last)
         for begin in range(first, last if end else first, _ZEROES):
             self.store(begin - HEADER_BYTES, memoryview(bytes(min(last - begin, _ZEROES))))
 
@@ -344,8 +347,8 @@ class Segment:
         Raises:
             OSError: the disk has lost some of it. The kernel says so once to each process that had the file open.
         """
-        self._check_open()
-        getattr(os, "fdatasync", os.fsync)(self.descriptor)  # macOS has no fdatasync
+        file = self._open_file()
+        getattr(os, "fdatasync", os.fsync)(file.number)  # macOS has no fdatasync
 
     def drop_page_cache(self) -> None:
         """Drop the cached pages of the file, so that later reads ask the disk. Mapped and unwritten pages stay."""
@@ -403,23 +406,31 @@ class Segment:
         """The result of `work(*args)`, while no other process or thread works in its turn.
 
         Nothing in it may wait: not for a disk, not for a sample. Returns None if the turn is not free within a
-        second, because its holder was stopped. From then on it is tried once a call, until it is had.
+        second, because its holder was stopped. From then on it is tried once a call, until it is had. A signal's
+        handler does not get the turn that its own thread has.
         """
         self._check_open()
         if not self.has_locks and self._has_turns:
             return None
         file = self.descriptor
         with self._threads:
-            if not self._has_turns:
-                return work(*args)
+            if self._is_working:
+                return None
             try:
+                self._is_working = True
+                if not self._has_turns:
+                    return work(*args)
                 self._is_late = not locks.lock_turn(file, 0 if self._is_late else _PATIENCE)
                 return None if self._is_late else work(*args)
             finally:
                 try:  # no function of Python's, at whose beginning KeyboardInterrupt could come
-                    fcntl.flock(file, fcntl.LOCK_UN)
-                except KeyboardInterrupt:  # in an audit hook, which is one
-                    fcntl.flock(file, fcntl.LOCK_UN)
+                    self._is_working = False
+                    if self._has_turns:
+                        fcntl.flock(file, fcntl.LOCK_UN)
+                except BaseException:  # in an audit hook, which is one
+                    self._is_working = False
+                    if self._has_turns:
+                        fcntl.flock(file, fcntl.LOCK_UN)
                     raise
 
     def state_of(self, kind: type[_T]) -> _T:
@@ -444,8 +455,9 @@ class Segment:
             if self.has_locks:  # else the description may be the parent's
                 locks.release(self.descriptor)
             _open_here.discard(self)
-            with contextlib.suppress(BufferError):  # a view is alive: the mapping ends with the view
+            with suppress(BufferError):  # a view is alive: the mapping ends with the view
                 mapped.close()
+            self._file = None  # another thread may still write into it
             self._finalizer()
         finally:
             if is_free:
@@ -453,12 +465,12 @@ class Segment:
 
     def leave_parent(self) -> None:
         """In a forked child: open the file anew, because what was inherited has the parent's locks."""
-        self._threads, self._held_here = threading.Lock(), {}
-        self._is_late = False
+        self._threads, self._held_here = threading.RLock(), {}
+        self._is_late = self._is_working = False
         for state in self._states.values():
             state.__init__()
         self.has_locks = False
-        with contextlib.suppress(OSError):  # no descriptor is left: this process stores nothing
+        with suppress(OSError):  # no descriptor is left: this process stores nothing
             anew = locks.open_anew(self.descriptor)
             try:
                 locks.share_use(anew)
@@ -472,12 +484,30 @@ class Segment:
             raise ValueError("the segment is closed")
         return self._map
 
+    def _open_file(self) -> _File:
+        """The file, which stays open while the caller has this object, whoever closes the segment meanwhile."""
+        file = self._file
+        if file is None:
+            raise ValueError("the segment is closed")
+        return file
+
     def __reduce__(self) -> tuple[Callable[..., Segment], tuple[Any, ...]]:
         # A child that is being started gets the descriptor. A task of a Pool gets the address.
         self._check_open()
         if context.get_spawning_popen() is None:
             return Segment.attach, (self.handle,)
         return _from_descriptor, (reduction.DupFd(self.descriptor), self.size, self.path, self.on_disk)
+
+
+class _File:
+    """A descriptor, which is closed when nobody has this object any more."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        with suppress(OSError):  # somebody has closed it by its number
+            close(self.number)
 
 
 class _DiskNumbers:
@@ -514,7 +544,9 @@ def open_descriptors() -> set[int]:
     return {segment.descriptor for segment in list(_open_here)}
 
 
-def fence_of(machine: str, lock: contextlib.AbstractContextManager[Any]) -> Callable[[], None]:
+def fence_of(
+    machine: str, new_lock: Callable[[], contextlib.AbstractContextManager[Any]] = threading.Lock
+) -> Callable[[], None]:
     """The fence for a processor, given its name in `platform.machine`.
 
     A writer stores bytes, fences, and sets a state. A reader reads the state, fences, and reads the bytes. x86-64 keeps
@@ -523,6 +555,7 @@ def fence_of(machine: str, lock: contextlib.AbstractContextManager[Any]) -> Call
     """
 
     def by_lock() -> None:
+        lock = new_lock()  # a lock of all threads might be held by another one while a process forks
         for _ in range(2):
             with lock:
                 pass
@@ -533,7 +566,7 @@ def fence_of(machine: str, lock: contextlib.AbstractContextManager[Any]) -> Call
     return by_hardware if machine.lower() in ("x86_64", "amd64", "i686") else by_lock
 
 
-fence = fence_of(platform.machine(), threading.Lock())
+fence = fence_of(platform.machine())
 """Keeps the order of stores and loads: all before the call finish before any after the call begins."""
 
 
@@ -560,9 +593,8 @@ def _mapped(file: int, length: int, *, writable: bool) -> mmap.mmap:
         os.close(own)
 
 
-def _release(file: int, own_paths: list[str], pid: int) -> None:
-    """Close the file of a segment. In process `pid`, which made its name, remove that, too."""
-    os.close(file)
+def _unlink(own_paths: list[str], pid: int) -> None:
+    """In process `pid`, which made the name of a segment, remove it."""
     for path in own_paths if os.getpid() == pid else ():
         unlink(path)
 

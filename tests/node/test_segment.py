@@ -1,6 +1,7 @@
 """A segment is one file in memory: shared by the processes of a node, promised before it is touched, never left."""
 
 import dataclasses
+import errno
 import fcntl
 import gc
 import mmap
@@ -374,6 +375,69 @@ def hold(segment: Segment, shared: bool = False) -> str:
         return "held"
 
 
+def test_who_asks_for_the_turn_in_its_turn_does_not_get_it(segment: Segment) -> None:
+    """As a signal's handler does, which runs in the thread that it interrupts."""
+    assert segment.in_turn(lambda: (segment.in_turn(lambda: 1), 2)) == (None, 2)
+    assert segment.in_turn(lambda: 3) == 3
+
+
+def test_who_closes_while_a_thread_writes_gives_its_file_to_nobody(
+    segment: Segment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread has read the number of the descriptor. What the user opens then has another number."""
+    pwrite, opened = os.pwrite, list[Any]()
+
+    def late(descriptor: int, content: Any, offset: int) -> int:
+        if not opened:
+            segment.close()
+            opened.extend((tmp_path / str(number)).open("wb") for number in range(8))
+        return pwrite(descriptor, content, offset)
+
+    monkeypatch.setattr(os, "pwrite", late)
+    segment.store(0, memoryview(b"sample"))
+    for file in opened:
+        file.close()
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b""] * 8
+    with pytest.raises(ValueError, match="closed"):
+        segment.store(0, memoryview(b"sample"))
+
+
+@pytest.mark.processes
+def test_no_file_has_the_number_of_a_standard_stream(tmp_path: Path) -> None:
+    """Not where these are closed, as a daemon's are: C code writes messages to these numbers."""
+
+    def numbers() -> list[str]:
+        os.closerange(0, 3)
+        with closing(Segment.create(64)):
+            return [os.readlink(f"/proc/self/fd/{number}") for number in range(3)]
+
+    assert call(numbers) == [os.devnull] * 3
+
+
+@pytest.mark.parametrize("backend", ["tmpfile", "file"])
+def test_a_file_is_opened_anew_whatever_the_umask(backend: Backend) -> None:
+    umask = os.umask(0o777)
+    try:
+        with closing(Segment.create(64, backend)) as segment:
+            assert os.fstat(segment.descriptor).st_mode & 0o777 == 0o600
+    finally:
+        os.umask(umask)
+
+
+def test_without_a_descriptor_nothing_is_learned_about_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the system can do is asked again."""
+
+    def refuse(*_: Any) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    locks.are_exclusive.cache_clear()
+    with monkeypatch.context() as full:
+        full.setattr(locks, "open_anew", refuse)
+        with pytest.raises(OSError, match="Too many open files"):
+            locks.are_exclusive()
+    assert locks.are_exclusive()
+
+
 @pytest.mark.processes
 def test_what_one_thread_holds_others_wait_for(segment: Segment) -> None:
     """Locks do not tell threads apart; `holding` does, also in a child that was forked meanwhile."""
@@ -431,5 +495,5 @@ def test_one_of_many_processes_gets_a_lock(segment: Segment, crowd: Any) -> None
 def test_where_processors_reorder_two_sections_of_a_lock_lie_between(machine: str, sections: int) -> None:
     """Nothing can pass both, in either direction; where processors keep the order, no lock is touched."""
     lock = MagicMock()
-    fence_of(machine, lock)()
+    fence_of(machine, lambda: lock)()
     assert [name for name, *_ in lock.mock_calls] == ["__enter__", "__exit__"] * sections
