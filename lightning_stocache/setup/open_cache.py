@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -170,4 +172,33 @@ class OpenCache:
         # Closed memory cannot be sent to another process: samples pass through there, too. A copy may share the memory
         # of this process, so it does not close it.
         counters = None if self.counters is None or self.counters.closed else self.counters
-        return self.__dict__ | {"cache": self.live_cache, "counters": counters, "borrowed": True, "state": {}}
+        memory = _Memory(self.live_cache, counters)
+        return self.__dict__ | {"cache": memory, "counters": None, "borrowed": True, "state": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        memory = state["cache"]
+        self.__dict__.update(state | {"cache": memory.cache, "counters": memory.counters})
+        if memory.is_lost:
+            self.__dict__.update(self.given_up().__dict__)
+
+
+class _Memory:
+    """The memory of a cache in a pickle, which another process may load, or one that begins when it has gone."""
+
+    def __init__(self, cache: Store | None, counters: Counters | None, *, is_lost: bool = False) -> None:
+        self.cache, self.counters, self.is_lost = cache, counters, is_lost
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reached, (bytes(ForkingPickler.dumps((self.cache, self.counters))),)
+
+
+def _reached(content: bytes) -> _Memory:
+    try:
+        return _Memory(*pickle.loads(content))
+    except (OSError, ValueError) as error:
+        log.warning(
+            "a dataset that was pickled has lost its cache, and loads all samples from its source (cache that again: "
+            "CachedDataset(dataset.source)): %s",
+            error,
+        )
+        return _Memory(None, None, is_lost=True)

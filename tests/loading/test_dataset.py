@@ -385,6 +385,17 @@ def test_what_is_kept_is_described() -> None:
         assert re.fullmatch(described, dataset.describe())
 
 
+def test_what_was_pickled_is_loaded_without_its_cache(source: CountedSource, caplog: Any) -> None:
+    """A checkpoint may hold a dataset, and is loaded when the memory has gone."""
+    with closing(CachedDataset(source)) as dataset:
+        content = pickle.dumps(dataset)
+    loaded = pickle.loads(content)
+    assert loaded.cache is None
+    assert same(loaded.__getitems__([3, 5]), [source.expected(3), source.expected(5)])
+    [words] = warnings(caplog)
+    assert words.startswith("a dataset that was pickled has lost its cache")
+
+
 @pytest.mark.epoch_one_reads_all
 @pytest.mark.parametrize("duplicate", [lambda dataset: pickle.loads(pickle.dumps(dataset)), copy.deepcopy, copy.copy])
 def test_copies_share_the_cache(source: CountedSource, duplicate: Callable[[Any], Any]) -> None:
