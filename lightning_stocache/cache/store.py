@@ -326,7 +326,8 @@ class Store:
         """Copy the samples of ready slots (int64 `[samples]`) into lent or new memory.
 
         Rows share their memory, and are copied as `gather` does. Records are decoded one by one as the caller
-        iterates, even after `close`; a record that cannot be decoded is UNREADABLE.
+        iterates, even after `close`. A record that cannot be decoded, or that is decoded after another change of
+        samples, is UNREADABLE.
         """
         return self.layout.read(slots, lend, self._medium)
 

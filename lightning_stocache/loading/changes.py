@@ -196,14 +196,12 @@ class Changes:
         opened.tell()
 
     def make_current(self, make: Callable[[], _T]) -> _T:
-        """The result of `make`, which reads served samples. If the source or samples change meanwhile: made anew."""
+        """The result of `make`, which reads served samples. If the source changes meanwhile: made anew, uncached."""
         self.refresh()
-        while (cache := self.opened.live_cache) is not None:
-            seen = cache.changes
-            result = make()
-            if self.opened.live_cache is None or (cache.changes == seen and not self.source_has_changed):
-                return result
-            self.refresh()
+        result = make()
+        if self.opened.live_cache is None or not self.source_has_changed:
+            return result
+        self.refresh()
         return make()
 
     @property

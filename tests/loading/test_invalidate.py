@@ -121,13 +121,15 @@ def test_it_holds_in_all_processes(dataset: CachedDataset, caplog: Any) -> None:
     assert warnings(caplog) == []
 
 
-@pytest.mark.parametrize("ask", ["one", "several", "loader"])
+@pytest.mark.parametrize("ask", ["one", "several", "block", "batch"])
 def test_what_changes_while_it_is_read_is_read_again(dataset: CachedDataset, ask: str, monkeypatch: Any) -> None:
-    """Whether one sample is asked for, several, or a batch that is gathered: none comes as it was before."""
+    """One sample, several, a block that is gathered, a batch that lacks a sample: none comes as it was before."""
     indices = list(range(SIZE))
     loader = CachedLoader(dataset, SIZE, sampler=indices)
     for _ in range(2):
         list(loader)
+    if ask == "batch":
+        dataset.invalidate([0])
     cache = dataset.cache
     moments = iter([True])
     assert cache is not None
@@ -155,6 +157,72 @@ def test_what_changes_while_it_is_read_is_read_again(dataset: CachedDataset, ask
     filled = cache.filled
     loader.invalidate([3])
     assert cache.filled == filled - 1
+
+
+@pytest.mark.parametrize("ask", ["one", "several", "loader"])
+def test_changes_without_end_hold_no_reader_up(dataset: CachedDataset, ask: str, monkeypatch: Any) -> None:
+    """Samples change after each copy out of the cache: soon they are loaded instead, and each counts once."""
+    indices = list(range(SIZE))
+    loader = CachedLoader(dataset, SIZE, sampler=indices)
+    for _ in range(2):
+        list(loader)
+    cache = dataset.cache
+    assert cache is not None
+    moments = iter(range(10))
+
+    def then_change(function: Any) -> Any:
+        def call_then_change(*args: Any) -> Any:
+            result = function(*args)
+            assert next(moments, None) is not None, "it reads without end"
+            relabel(dataset, 0)
+            return result
+
+        return call_then_change
+
+    for name in ("read", "gather"):
+        monkeypatch.setattr(cache, name, then_change(getattr(cache, name)))
+    before = dataset.counters.totals()
+    if ask == "one":
+        found, samples = [dataset[3]], [dataset.source[3]]
+    elif ask == "several":
+        found, samples = dataset.__getitems__(indices), [dataset.source[index] for index in indices]
+    else:
+        found = list(loader)
+        samples = list(DataLoader(dataset.source, SIZE, sampler=indices))
+    assert list(map(repr, found)) == list(map(repr, samples))
+    assert (dataset.counters.totals() - before).served == (1 if ask == "one" else SIZE)
+
+
+def test_a_transform_may_say_that_samples_change() -> None:
+    """It runs once for each sample."""
+    transformed: list[int] = []
+
+    def refine(sample: Any) -> Any:
+        transformed.append(int(sample[0][0]))
+        assert len(transformed) < 10, "it is called without end"
+        dataset.invalidate([transformed[-1]])
+        return sample
+
+    with closing(CachedDataset(Labelled(), transform=refine)) as dataset:
+        dataset.__getitems__([1, 2, 3])
+        dataset.__getitems__([1, 2, 3])
+        assert transformed == [1, 2, 3, 1, 2, 3]
+
+
+def test_a_record_that_changes_before_it_is_decoded_is_loaded() -> None:
+    """Records of a batch are decoded one by one. Where the first one is transformed, the last one changes."""
+
+    def refine(sample: Any) -> Any:
+        if len(sample["text"]) == 2:
+            dataset.source.labels[3] = 7
+            dataset.invalidate([3])
+        return sample["label"]
+
+    with closing(CachedDataset(Texts(), transform=refine)) as dataset:
+        dataset.__getitems__([3, 2])
+        before = dataset.counters.totals()
+        assert dataset.__getitems__([1, 2, 3]) == [0, 0, 7]
+        assert (dataset.counters.totals() - before).served == 3
 
 
 @pytest.mark.processes
