@@ -60,7 +60,7 @@ class CachedSource:
     Args:
         opened: the opened cache, with the source: the user's dataset with its whole transform.
         transform: the user's transform of each sample after the cache.
-        is_copy: whether the source is a copy in the process of the original: if it changes, the original has not.
+        original: of the source of which this one is a copy in the same process.
 
     Raises:
         SampleMismatchError: (all methods that serve, `strict`) a loaded sample differs from the cache's codec.
@@ -68,11 +68,11 @@ class CachedSource:
     """
 
     def __init__(
-        self, opened: OpenCache, transform: Callable[[Any], Any] | None = None, *, is_copy: bool = False
+        self, opened: OpenCache, transform: Callable[[Any], Any] | None = None, *, original: Changes | None = None
     ) -> None:
         self.transform, self.knows_ranks = transform, False
         self.is_view = False
-        self.changes = Changes(opened, is_copy=is_copy)
+        self.changes = Changes(opened, original)
         self._pool = BatchPool()
         self._pace = None if opened.request.dir is None else Pace()
 
@@ -384,6 +384,8 @@ class CachedSource:
             served: whether the samples were asked for; else they count as fills alone.
         """
         seen = self.changes.seen
+        if seen != cache.invalidations:
+            self.changes.warn_of_copies()
         asked = [keys.get(index, index) for index in indices] if keys else indices
         samples: list[Any] = []
         placed = np.flatnonzero(cache.have_slots(indices)).tolist()
@@ -599,7 +601,8 @@ class CachedSource:
         opened = self.opened
         request = replace(self.opened.request, source=source)
         inner = source if opened.source is self.source else opened.source
-        return CachedSource(replace(opened, request=request, source=inner, borrowed=True), self.transform, is_copy=True)
+        borrowed = replace(opened, request=request, source=inner, borrowed=True)
+        return CachedSource(borrowed, self.transform, original=self.changes)
 
     def close(self) -> None:
         """Give the cache up in this process; from then on samples pass through."""

@@ -52,6 +52,11 @@ def dataset(request: pytest.FixtureRequest) -> Iterator[CachedDataset]:
     cached.close()
 
 
+def label(sample: Any) -> float:
+    """The label of a sample."""
+    return float(sample["label"] if isinstance(sample, dict) else sample[1])
+
+
 def relabel(dataset: Any, epoch: int) -> None:
     """Change some labels, and say so if there is a cache."""
     source = dataset.source if isinstance(dataset, CachedDataset) else dataset
@@ -230,10 +235,52 @@ def test_a_copy_stores_nothing_old(dataset: CachedDataset) -> None:
     """A copy of the dataset, here or in another process, has the labels of its time: what it loads is not stored."""
     twin = copy.deepcopy(dataset)
     relabel(dataset, 0)
+    assert label(copy.copy(twin)[5]) == 0
+    assert label(dataset[5]) == 1
+    relabel(dataset, -1)
     twin.invalidate([7])
-    assert float(list(twin[5].values() if isinstance(twin[5], dict) else twin[5])[-1]) == 0
-    assert float(list(dataset[5].values() if isinstance(dataset[5], dict) else dataset[5])[-1]) == 1
+    assert label(twin[5]) == 0
+    assert label(dataset[5]) == 1
     twin.close()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("made", ["copy", "deepcopy", "fork"])
+def test_after_a_change_in_a_copy_the_original_stores_nothing_old(
+    dataset: CachedDataset, made: str, caplog: Any
+) -> None:
+    """The copy reads its new label, and stores it. The original reads that, and stores again after a whole change."""
+    [dataset[index] for index in range(SAMPLES)]
+    before, after = (os.pipe() for _ in range(2))
+
+    def change(twin: CachedDataset) -> None:
+        twin.source.labels = (torch.arange(SAMPLES) == 3).float()  # type: ignore[attr-defined]
+        twin.invalidate([3])
+
+    if made == "fork":
+        child = os.fork()
+        if not child:
+            change(dataset)
+            os.write(before[1], b"x")
+            os.read(after[0], 1)
+            os._exit(label(dataset[3]) == 1)
+        os.read(before[0], 1)
+        assert label(dataset[3]) == 0
+        os.write(after[1], b"x")
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    else:
+        twin = getattr(copy, made)(dataset)
+        change(twin)
+        assert label(dataset[3]) == 0
+        assert label(twin[3]) == 1
+    assert label(dataset[3]) == 1
+    assert len(warnings(caplog)) == 1
+    dataset.invalidate()
+    filled = dataset.cache.filled  # type: ignore[union-attr]
+    assert label(dataset[3]) == 0
+    assert dataset.cache.filled == filled + 1  # type: ignore[union-attr]
+    for end in (*before, *after):
+        os.close(end)
 
 
 class Shifted(Labelled):
