@@ -2,8 +2,8 @@
 
 A segment holds rows of sixteen 64-bit numbers: the rank plus one (zero marks an unused row), then the columns of
 `Counts`. The last numbers of the first row belong to all processes: which warnings the node has had, whether the source
-has changed, and what it has cost so far to read stored samples again. The last number of the second row, too: how many
-keys were no indices.
+has changed, and what it has cost so far to read stored samples again. The last numbers of the second row, too: how many
+keys were no indices, and whether a copy of the source has said a change of samples.
 
 A process takes a row at its first count, with the lock of the row's byte, which the kernel frees when the process ends.
 A free row with a rank is taken only by a process of the same rank, which goes on adding. So nothing is ever reset, no
@@ -31,7 +31,7 @@ from lightning_stocache.node.segment import Segment
 
 __all__ = ["Counters", "Counts", "Matter", "Served", "count", "noted", "served_in"]
 
-Matter = Literal["odd sample", "random sample", "changed source", "slow disk", "ranks alone", "keys"]
+Matter = Literal["odd sample", "random sample", "changed source", "slow disk", "ranks alone", "keys", "copies"]
 """The subjects of warnings that a node has once."""
 
 Served: TypeAlias = tuple[int, int, int]
@@ -99,6 +99,7 @@ _SPENT = _COLUMNS - 4  # nanoseconds in which stored samples were read again
 _LOOKED = _COLUMNS - 5  # number of these samples
 # In the second row:
 _OTHER_KEYS = _COLUMNS - 1  # number of keys that were no indices
+_COPY_CHANGED = _COLUMNS - 2  # whether a copy of the source has said that samples have changed
 _MATTERS = {matter: 1 << place for place, matter in enumerate(get_args(Matter))}
 
 
@@ -166,6 +167,16 @@ class Counters:
     def says_changed(self) -> bool:
         """Whether a process has said that the source has changed."""
         return not self.closed and bool(self._rows[0, _CHANGED])
+
+    def say_copy_changed(self) -> None:
+        """Note that samples change in a copy of the source, and not in the original."""
+        if not self.closed:
+            self._rows[1, _COPY_CHANGED] = 1
+
+    @property
+    def copy_has_changed(self) -> bool:
+        """Whether samples have changed in a copy of the source."""
+        return not self.closed and bool(self._rows[1, _COPY_CHANGED])
 
     def add_other_keys(self, count: int) -> int:
         """Count keys that were no indices. Returns the number that all processes have counted."""

@@ -191,19 +191,25 @@ class Records(Layout):
         return self._run[begin : begin + self._sizes[slot]].toreadonly()
 
     def read(self, slots: Integers, lend: Lend | None, verifier: Verifier) -> Iterator[Any]:
-        """Decode records one by one as the caller iterates, from memory that stays while they are read."""
+        """Decode records one by one as the caller iterates, from memory that stays while they are read.
+
+        After a change of samples (`Seats.change`) all others are UNREADABLE: their room may be written again.
+        """
+        changes = view_of(self.changes)  # this generator may outlast the store
+        seen = changes[0]
         numbers = slots.tolist()
         records: list[memoryview | None] = list(map(self.record, numbers))
         for number in verifier.unsafe(slots):
             copied = memoryview(bytes(self.record(numbers[number])))
             records[number] = copied if verifier.agrees(numbers[number], [copied]) else None
-        return (UNREADABLE if record is None else self._decoded(record, lend) for record in records)
+        return (UNREADABLE if record is None else self._decoded(record, lend, changes, seen) for record in records)
 
-    def _decoded(self, record: memoryview, lend: Lend | None) -> Any:
+    def _decoded(self, record: memoryview, lend: Lend | None, changes: memoryview, seen: int) -> Any:
         try:
-            return self.codec.decode(record, lend)
+            sample = self.codec.decode(record, lend)
         except Exception:  # the class may have another name by now, and its code may raise anything
             return UNREADABLE
+        return sample if changes[0] == seen else UNREADABLE
 
     def reserve_all(self) -> None:
         """Do nothing: records take their memory as they are written."""

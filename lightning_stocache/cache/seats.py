@@ -191,19 +191,19 @@ class Seats:
 
         return self._segment.in_turn(set_stored)
 
-    def change(self, work: Callable[[], None]) -> bool:
-        """Change what is stored, by `work`, in one turn. Returns False if the turn was not free."""
+    def change(self, work: Callable[[], None]) -> int:
+        """Change what is stored, by `work`, in one turn. Returns the number of changes then, 0 if no turn was free."""
 
-        def change() -> bool:
+        def change() -> int:
             self._end_change()
             self._changes[0] += 1
             fence()
             work()
             fence()
             self._changes[0] += 1
-            return True
+            return self.changes
 
-        return self._segment.in_turn(change) is True
+        return self._segment.in_turn(change) or 0
 
     def _end_change(self) -> None:
         """In a turn: end the change of a process that has died in it."""

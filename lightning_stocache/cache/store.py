@@ -326,7 +326,8 @@ class Store:
         """Copy the samples of ready slots (int64 `[samples]`) into lent or new memory.
 
         Rows share their memory, and are copied as `gather` does. Records are decoded one by one as the caller
-        iterates, even after `close`; a record that cannot be decoded is UNREADABLE.
+        iterates, even after `close`. A record that cannot be decoded, or that is decoded after another change of
+        samples, is UNREADABLE.
         """
         return self.layout.read(slots, lend, self._medium)
 
@@ -411,8 +412,10 @@ class Store:
         """The number of changes that users have noted so far (`invalidate`), the same in all processes."""
         return self._seats.changes
 
-    def invalidate(self, indices: Integers | None = None) -> bool:
-        """Empty the slots of indices (int64 `[samples]`), by default all. Returns False if the turn was not free.
+    def invalidate(self, indices: Integers | None = None) -> int:
+        """Empty the slots of indices (int64 `[samples]`), by default all.
+
+        Returns the number of `invalidations` with this one; 0 if the turn was not free, and nothing has changed.
 
         No call that begins from then on returns what was stored, in any process. What other processes are loading or
         storing meanwhile is not stored. The room of records is free again if all slots are emptied while nobody stores.
@@ -438,10 +441,10 @@ class Store:
             else:
                 self.layout.note_left()
 
-        has_changed = self._seats.change(empty)
-        if has_changed and not self._medium.make_safe(PATIENCE):
+        changes = self._seats.change(empty)
+        if changes and not self._medium.make_safe(PATIENCE):
             raise OSError(errno.EIO, _LOST if self._medium.has_failed else _SLOW.format(PATIENCE))
-        return has_changed
+        return changes
 
     # ---- storing ----
 

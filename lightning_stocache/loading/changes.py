@@ -77,7 +77,7 @@ class Changes:
 
     Args:
         opened: the opened cache, with the source.
-        is_copy: whether the source is a copy in the process of the original: if it changes, the original has not.
+        original: of the source of which this one is a copy in the same process: if it changes, the original has not.
 
     Attributes:
         opened: what is served now: the cache and its source; the source alone once it has changed.
@@ -87,14 +87,14 @@ class Changes:
         has_other_keys: whether this process has seen a key that is no index.
     """
 
-    def __init__(self, opened: OpenCache, *, is_copy: bool = False) -> None:
-        self._is_copy = is_copy
+    def __init__(self, opened: OpenCache, original: Changes | None = None) -> None:
+        self._is_copy = original is not None
         self._home = os.getpid()  # the process that opened the cache
-        self._original = 0 if is_copy else os.getpid()  # a process whose source the user changes before `invalidate`
-        cache = opened.live_cache
-        self._copied = 0 if cache is None else cache.invalidations  # changes of samples, before there was this copy
+        self._original = 0 if self._is_copy else os.getpid()  # the process of a source that is no copy
         self._epoch = 0  # of the CachedLoaders in this process
         self._begin(opened)
+        if original is not None:
+            self._noted = original.seen
         _all.add(self)
 
     def _begin(self, opened: OpenCache) -> None:
@@ -102,6 +102,8 @@ class Changes:
         self.witness = Witness(opened.request.source, getattr(opened.tail, "steps", ()))
         self.witness.learn(opened.machinery)
         self.lends = self.has_other_keys = False
+        cache = opened.live_cache
+        self._noted = 0 if cache is None else cache.invalidations  # changes up to the last that is surely in the source
         self._schedule = Schedule()
         self._process = self._served = 0  # since the last look by itself: this process, and the samples that it served
         self._common: CommonState | None = None
@@ -196,27 +198,39 @@ class Changes:
         opened.tell()
 
     def make_current(self, make: Callable[[], _T]) -> _T:
-        """The result of `make`, which reads served samples. If the source or samples change meanwhile: made anew."""
+        """The result of `make`, which reads served samples. If the source changes meanwhile: made anew, uncached."""
         self.refresh()
-        while (cache := self.opened.live_cache) is not None:
-            seen = cache.changes
-            result = make()
-            if self.opened.live_cache is None or (cache.changes == seen and not self.source_has_changed):
-                return result
-            self.refresh()
+        result = make()
+        if self.opened.live_cache is None or not self.source_has_changed:
+            return result
+        self.refresh()
         return make()
 
     @property
     def seen(self) -> int:
-        """The number of changes of samples that this process's source has seen: after others its samples may be old."""
-        if self._original != os.getpid():
-            return self._copied
-        cache = self.opened.live_cache
-        return 0 if cache is None else cache.invalidations
+        """The number of changes of samples that this process's source has seen: after others its samples may be old.
+
+        Originals (ranks) say all the same changes, so each has seen those of the others. A copy has seen what was said
+        before it was made, and then by itself. Once a copy has said a change, the same holds for originals.
+        """
+        cache, counters = self.opened.live_cache, self.opened.counters
+        changes = 0 if cache is None else cache.invalidations
+        if changes == self._noted:
+            return changes
+        is_original = self._original == os.getpid()
+        return changes if is_original and not (counters and counters.copy_has_changed) else self._noted
 
     def note_copy(self) -> None:
         """Note the number of changes for a process that gets a copy of the source now."""
-        self._copied = self.seen
+        self._noted = self.seen
+
+    def warn_of_copies(self) -> None:
+        """Warn, once on the node, that this source is older than a change in a copy of it. Not in workers."""
+        counters = self.opened.counters
+        if counters is None or not counters.copy_has_changed or get_worker_info() is not None:
+            return
+        if counters.is_first("copies"):
+            log.warning(_COPIES, type(self.source).__name__)
 
     def invalidate(self, indices: Sequence[int] | None) -> None:
         """Forget stored samples that the user has changed (`CachedDataset.invalidate`)."""
@@ -230,25 +244,26 @@ class Changes:
             )
         if not cache.stores_misses:
             raise TypeError("samples of a stream or a rolling cache cannot be invalidated: they have no index")
-        is_current = indices is None or self.seen == cache.invalidations
         numbers = None if indices is None else _numbers(indices, len(cast(Any, self.source)))
         if not self._cut_anew():  # before: what is loaded after the change is stored
             self.give_up("changed", "its transform")
             self.refresh()
             return
+        if self._original != os.getpid() and self.opened.counters is not None:
+            self.opened.counters.say_copy_changed()  # first: what others load meanwhile is not stored
         try:
-            has_changed = cache.invalidate(numbers)
+            change = cache.invalidate(numbers)
         except OSError as error:
             self.give_up("unnoted", error.strerror or str(error))
             self.refresh()
             return
-        if not has_changed:
+        if not change:
             raise TimeoutError(
                 "stored samples are still served: another process was stopped while it stored some, or this one was "
                 "forked when no descriptor was left"
             )
-        if is_current:
-            self._original = os.getpid()
+        if indices is None or change == self._noted + 2:  # else there was a change before, by another
+            self._noted = change
         self.witness = Witness(request.source, getattr(self.opened.tail, "steps", ()))
         self.witness.learn(self.opened.machinery)
         self._lent = []
@@ -528,6 +543,12 @@ _NO_INDICES = (
 _NUMBERS_OUTSIDE = (
     "%s is asked for numbers below zero or beyond its length, as %s: such samples are not cached, but loaded every "
     "time.\nTo cache them, let the sampler draw numbers from zero on"
+)
+
+_COPIES = (
+    "A copy of %s (copy, fork, pickle) has called `invalidate`. What is loaded here may be older, so it is not stored "
+    "from now on.\nCall invalidate of one of them alone, of the original if there is no reason for another, or here, "
+    "too, without indices. A copy with data of its own needs a CachedDataset of its own"
 )
 
 _WAYS_OUT = (

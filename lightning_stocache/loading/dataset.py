@@ -306,6 +306,11 @@ class CachedDataset(Cached):
         when all have done so (a barrier): what a rank loads before its call may be from before. With `dir=` it waits
         for the disk, without end for one that hangs.
 
+        All copies of a dataset (`copy.copy`, `copy.deepcopy`, a fork, a pickle) read the same stored samples, the
+        newest. Only a copy that has the newest data stores: once one has called this, no other does, nor the original,
+        until it calls this without indices. So call it of one alone. A copy with data of its own needs a CachedDataset
+        of its own.
+
         Args:
             indices: which samples, as whole numbers; those below zero count from the end. By default all.
 

@@ -87,13 +87,17 @@ class Maker:
         return pinned(batch) if self._pins else batch
 
     def _from_rows(self, cached: CachedSource, keys: Integers, indices: list[int], slot: Slot | None) -> Any:
-        """A batch of rows, made in place; None if it is none, or if most of what is missing has no slot."""
+        """A batch of rows, made in place.
+
+        None if it is none, if most of what is missing has no slot, or if samples have changed while they were copied.
+        """
         cache = cached.cache
         samples = len(keys)
         if cache is None or not samples or not cache.codec.is_fixed or cached.transforms:
             return None
         if self._collate_fn is not default_collate:
             return None
+        seen = cache.changes
         slots = cache.lookup(keys)
         missing = np.flatnonzero(slots == NO_SLOT)
         if 2 * np.count_nonzero(cache.have_slots(keys[missing])) < len(missing):
@@ -113,6 +117,8 @@ class Maker:
             slots[missing] = slots.max()
             cache.gather(slots, fields)
             count(cached.opened.counters, gather_ns=time.perf_counter_ns() - start)
+            if cache.changes != seen:
+                return None
         if rows:
             odd = cached.load_into(codec.rows(fields, samples), [indices[row] for row in rows], rows)
         cached.count_hits(samples - len(rows))

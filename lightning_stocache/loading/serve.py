@@ -10,8 +10,9 @@ A sampler's key reaches the source as it is. If it is an index, it also says whe
 indices is served from the samples if set-up has proved that the source gives their stack for it.
 
 A batch is looked up at once, after the question whether the source has changed (`changes`). The hits of rows are copied
-by one gather per field, those of records one by one when they are asked for. The other samples are loaded in one call
-if the source has `__getitems__`. Samples that a batch holds twice, that another job is loading or that cannot be
+by one gather per field, those of records one by one when they are asked for. Hits are copied again, or loaded, if
+samples have changed (`invalidate`) since they were looked up; loaded samples stay. The other samples are loaded in one
+call if the source has `__getitems__`. Samples that a batch holds twice, that another job is loading or that cannot be
 decoded are served one by one after that. Samples are counted when they have been served. If loading fails, what was
 loaded before is stored and counted, and the hits of the batch are not counted.
 """
@@ -49,6 +50,7 @@ __all__ = ["CachedSource"]
 log = logging.getLogger(__name__)
 
 _NO_KEYS: Mapping[int, Any] = {}
+_TRIES = 3  # to copy the hits of a batch while samples change; then they are loaded, so that no reader waits for ever
 _AT_ONCE = 1 << 20  # bytes that are copied into a batch, then stored: they are still in the processor's cache
 
 
@@ -58,7 +60,7 @@ class CachedSource:
     Args:
         opened: the opened cache, with the source: the user's dataset with its whole transform.
         transform: the user's transform of each sample after the cache.
-        is_copy: whether the source is a copy in the process of the original: if it changes, the original has not.
+        original: of the source of which this one is a copy in the same process.
 
     Raises:
         SampleMismatchError: (all methods that serve, `strict`) a loaded sample differs from the cache's codec.
@@ -66,11 +68,11 @@ class CachedSource:
     """
 
     def __init__(
-        self, opened: OpenCache, transform: Callable[[Any], Any] | None = None, *, is_copy: bool = False
+        self, opened: OpenCache, transform: Callable[[Any], Any] | None = None, *, original: Changes | None = None
     ) -> None:
         self.transform, self.knows_ranks = transform, False
         self.is_view = False
-        self.changes = Changes(opened, is_copy=is_copy)
+        self.changes = Changes(opened, original)
         self._pool = BatchPool()
         self._pace = None if opened.request.dir is None else Pace()
 
@@ -113,7 +115,7 @@ class CachedSource:
                 samples = list(self._serve(cache, cast("list[int]", listed)))
                 sample = None if any(type(each) is Odd for each in samples) else stacked(samples)
             else:
-                sample = self.changes.make_current(partial(self._serve_one, cache, position, key))
+                sample = self._serve_one(cache, position, key)
             if self.changes.source_has_changed or sample is None:
                 self.changes.refresh()
                 return self._uncached(self.source, [key], is_whole=True)[0]
@@ -240,12 +242,13 @@ class CachedSource:
     def _serve_one(self, cache: Store, index: int, key: Any) -> Any:
         """The unfinished sample of an index, with the key for the source, which raises outside of the dataset."""
         start = time.perf_counter_ns()
+        seen = cache.changes
         while (slot := cache.ready_slot(index, verify=True)) == NO_SLOT:
             if not (cache.divide([index])[1] and cache.wait(index)):
                 return self.load(cache, [index], {index: key})[0]
         slots = np.array([slot])
         [sample] = cache.read(slots, self._pool.lend)
-        if sample is UNREADABLE:
+        if sample is UNREADABLE or cache.changes != seen:
             return self.load(cache, [index], {index: key})[0]
         nbytes = cache.stored_bytes(slots)
         gather_ns = time.perf_counter_ns() - start
@@ -260,12 +263,18 @@ class CachedSource:
         start = time.perf_counter_ns()
         rows = cache.codec.is_fixed
         positions = np.array(indices, dtype=np.int64)
-        slots = cache.lookup(positions, verify=True)
-        are_ready = slots != NO_SLOT
-        hits = slots[are_ready]
-        if not len(hits):
+        for _ in range(_TRIES):
+            seen = cache.changes
+            slots = cache.lookup(positions, verify=True)
+            are_ready = slots != NO_SLOT
+            hits = slots[are_ready]
+            if not len(hits):
+                return self._load_missing(cache, indices, keys)
+            ready: Iterable[Any] = cache.read(hits, self._pool.take if rows else self._pool.lend)
+            if cache.changes == seen:
+                break
+        else:  # samples change all the time
             return self._load_missing(cache, indices, keys)
-        ready: Iterable[Any] = cache.read(hits, self._pool.take if rows else self._pool.lend)
         nbytes = cache.stored_bytes(hits)
         gather_ns = time.perf_counter_ns() - start
         loaded: list[Any] = []
@@ -314,7 +323,7 @@ class CachedSource:
             gather_ns += time.perf_counter_ns() - start
             if sample is UNREADABLE:
                 count(self.opened.counters, hits=-1)
-                sample = self.load(cache, [index], keys)[0]
+                sample = self._serve_one(cache, index, keys.get(index, index))
             yield sample
         count(self.opened.counters, gather_ns=gather_ns)
 
@@ -375,6 +384,8 @@ class CachedSource:
             served: whether the samples were asked for; else they count as fills alone.
         """
         seen = self.changes.seen
+        if seen != cache.invalidations:
+            self.changes.warn_of_copies()
         asked = [keys.get(index, index) for index in indices] if keys else indices
         samples: list[Any] = []
         placed = np.flatnonzero(cache.have_slots(indices)).tolist()
@@ -590,7 +601,8 @@ class CachedSource:
         opened = self.opened
         request = replace(self.opened.request, source=source)
         inner = source if opened.source is self.source else opened.source
-        return CachedSource(replace(opened, request=request, source=inner, borrowed=True), self.transform, is_copy=True)
+        borrowed = replace(opened, request=request, source=inner, borrowed=True)
+        return CachedSource(borrowed, self.transform, original=self.changes)
 
     def close(self) -> None:
         """Give the cache up in this process; from then on samples pass through."""

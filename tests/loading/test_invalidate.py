@@ -52,6 +52,11 @@ def dataset(request: pytest.FixtureRequest) -> Iterator[CachedDataset]:
     cached.close()
 
 
+def label(sample: Any) -> float:
+    """The label of a sample."""
+    return float(sample["label"] if isinstance(sample, dict) else sample[1])
+
+
 def relabel(dataset: Any, epoch: int) -> None:
     """Change some labels, and say so if there is a cache."""
     source = dataset.source if isinstance(dataset, CachedDataset) else dataset
@@ -121,13 +126,15 @@ def test_it_holds_in_all_processes(dataset: CachedDataset, caplog: Any) -> None:
     assert warnings(caplog) == []
 
 
-@pytest.mark.parametrize("ask", ["one", "several", "loader"])
+@pytest.mark.parametrize("ask", ["one", "several", "block", "batch"])
 def test_what_changes_while_it_is_read_is_read_again(dataset: CachedDataset, ask: str, monkeypatch: Any) -> None:
-    """Whether one sample is asked for, several, or a batch that is gathered: none comes as it was before."""
+    """One sample, several, a block that is gathered, a batch that lacks a sample: none comes as it was before."""
     indices = list(range(SIZE))
     loader = CachedLoader(dataset, SIZE, sampler=indices)
     for _ in range(2):
         list(loader)
+    if ask == "batch":
+        dataset.invalidate([0])
     cache = dataset.cache
     moments = iter([True])
     assert cache is not None
@@ -157,15 +164,123 @@ def test_what_changes_while_it_is_read_is_read_again(dataset: CachedDataset, ask
     assert cache.filled == filled - 1
 
 
+@pytest.mark.parametrize("ask", ["one", "several", "loader"])
+def test_changes_without_end_hold_no_reader_up(dataset: CachedDataset, ask: str, monkeypatch: Any) -> None:
+    """Samples change after each copy out of the cache: soon they are loaded instead, and each counts once."""
+    indices = list(range(SIZE))
+    loader = CachedLoader(dataset, SIZE, sampler=indices)
+    for _ in range(2):
+        list(loader)
+    cache = dataset.cache
+    assert cache is not None
+    moments = iter(range(10))
+
+    def then_change(function: Any) -> Any:
+        def call_then_change(*args: Any) -> Any:
+            result = function(*args)
+            assert next(moments, None) is not None, "it reads without end"
+            relabel(dataset, 0)
+            return result
+
+        return call_then_change
+
+    for name in ("read", "gather"):
+        monkeypatch.setattr(cache, name, then_change(getattr(cache, name)))
+    before = dataset.counters.totals()
+    if ask == "one":
+        found, samples = [dataset[3]], [dataset.source[3]]
+    elif ask == "several":
+        found, samples = dataset.__getitems__(indices), [dataset.source[index] for index in indices]
+    else:
+        found = list(loader)
+        samples = list(DataLoader(dataset.source, SIZE, sampler=indices))
+    assert list(map(repr, found)) == list(map(repr, samples))
+    assert (dataset.counters.totals() - before).served == (1 if ask == "one" else SIZE)
+
+
+def test_a_transform_may_say_that_samples_change() -> None:
+    """It runs once for each sample."""
+    transformed: list[int] = []
+
+    def refine(sample: Any) -> Any:
+        transformed.append(int(sample[0][0]))
+        assert len(transformed) < 10, "it is called without end"
+        dataset.invalidate([transformed[-1]])
+        return sample
+
+    with closing(CachedDataset(Labelled(), transform=refine)) as dataset:
+        dataset.__getitems__([1, 2, 3])
+        dataset.__getitems__([1, 2, 3])
+        assert transformed == [1, 2, 3, 1, 2, 3]
+
+
+def test_a_record_that_changes_before_it_is_decoded_is_loaded() -> None:
+    """Records of a batch are decoded one by one. Where the first one is transformed, the last one changes."""
+
+    def refine(sample: Any) -> Any:
+        if len(sample["text"]) == 2:
+            dataset.source.labels[3] = 7
+            dataset.invalidate([3])
+        return sample["label"]
+
+    with closing(CachedDataset(Texts(), transform=refine)) as dataset:
+        dataset.__getitems__([3, 2])
+        before = dataset.counters.totals()
+        assert dataset.__getitems__([1, 2, 3]) == [0, 0, 7]
+        assert (dataset.counters.totals() - before).served == 3
+
+
 @pytest.mark.processes
 def test_a_copy_stores_nothing_old(dataset: CachedDataset) -> None:
     """A copy of the dataset, here or in another process, has the labels of its time: what it loads is not stored."""
     twin = copy.deepcopy(dataset)
     relabel(dataset, 0)
+    assert label(copy.copy(twin)[5]) == 0
+    assert label(dataset[5]) == 1
+    relabel(dataset, -1)
     twin.invalidate([7])
-    assert float(list(twin[5].values() if isinstance(twin[5], dict) else twin[5])[-1]) == 0
-    assert float(list(dataset[5].values() if isinstance(dataset[5], dict) else dataset[5])[-1]) == 1
+    assert label(twin[5]) == 0
+    assert label(dataset[5]) == 1
     twin.close()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("made", ["copy", "deepcopy", "fork"])
+def test_after_a_change_in_a_copy_the_original_stores_nothing_old(
+    dataset: CachedDataset, made: str, caplog: Any
+) -> None:
+    """The copy reads its new label, and stores it. The original reads that, and stores again after a whole change."""
+    [dataset[index] for index in range(SAMPLES)]
+    before, after = (os.pipe() for _ in range(2))
+
+    def change(twin: CachedDataset) -> None:
+        twin.source.labels = (torch.arange(SAMPLES) == 3).float()  # type: ignore[attr-defined]
+        twin.invalidate([3])
+
+    if made == "fork":
+        child = os.fork()
+        if not child:
+            change(dataset)
+            os.write(before[1], b"x")
+            os.read(after[0], 1)
+            os._exit(label(dataset[3]) == 1)
+        os.read(before[0], 1)
+        assert label(dataset[3]) == 0
+        os.write(after[1], b"x")
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    else:
+        twin = getattr(copy, made)(dataset)
+        change(twin)
+        assert label(dataset[3]) == 0
+        assert label(twin[3]) == 1
+    assert label(dataset[3]) == 1
+    assert len(warnings(caplog)) == 1
+    dataset.invalidate()
+    filled = dataset.cache.filled  # type: ignore[union-attr]
+    assert label(dataset[3]) == 0
+    assert dataset.cache.filled == filled + 1  # type: ignore[union-attr]
+    for end in (*before, *after):
+        os.close(end)
 
 
 class Shifted(Labelled):
