@@ -24,10 +24,11 @@ slot has a sample if its checksum is not zero. Columns and numbers before the en
 is open: a slot is ready if a process has verified or stored it. Who opens the file alone clears them (`mend`), so
 nothing that a crash or a copy has left there means anything. One hole does that, whatever the number of slots.
 
-Records lie one behind the other. A writer moves the free offset behind its records in its turn, and writes without
-the turn, so records never overlap. An emptied slot keeps its room, for a record that is no larger. The room of a killed
-writer stays unused. If a write fails, and no process has taken room since, the offset goes back. A record begins at a
-multiple of 8, and of 64 if it has several parts.
+Records lie one behind the other. A writer moves the free offset behind its records in its turn, and writes without the
+turn, so records never overlap. An emptied slot keeps its room, for a record that is no larger. The room of a killed
+writer stays unused. When a quarter of the run is lost, the next change empties all slots, and the run begins anew. If a
+write fails, and no process has taken room since, the offset goes back. A record begins at a multiple of 8, and of 64 if
+it has several parts.
 
 A layout only moves bytes. The store decides who may write a slot, and when it is ready (`store`).
 """
@@ -282,12 +283,8 @@ class Layout(ABC):
         self._segment.discard(self.scratch_bytes if self._head.entry else self.begin)
 
     @abstractmethod
-    def note_left(self) -> None:
-        """Let emptied slots be filled again."""
-
-    @abstractmethod
-    def begin_anew(self) -> None:
-        """Use all room again: all slots are empty, and nobody fills one."""
+    def reuse_room(self) -> None:
+        """Let the room of emptied slots be used again, in a change (`seats`). It may empty the other slots, too."""
 
     def close(self) -> None:
         """Drop all views. Before that the segment cannot be unmapped."""

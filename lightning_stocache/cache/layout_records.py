@@ -14,6 +14,7 @@ from lightning_stocache.cache.head import FREE, LEFT, ONCE, Head
 from lightning_stocache.cache.layout import UNREADABLE, Layout, Verifier
 from lightning_stocache.cache.placement import Integers
 from lightning_stocache.cache.records import RecordCodec
+from lightning_stocache.cache.seats import EMPTY, are_stored
 from lightning_stocache.node.segment import Segment, view_of
 
 __all__ = ["KNOWN", "Records"]
@@ -22,6 +23,7 @@ KNOWN = 32
 """With so many records, their mean size replaces the estimate of set-up."""
 
 _DIRECTORY_SHARE = 28  # the columns of slots that may find no room take at most 1/28 of the granted bytes
+_LOST_SHARE = 1 / 4  # of the run, which then begins anew: less costs more loads, more leaves more samples out
 _SMALL = 8  # alignment of records with one part
 _GAP = memoryview(bytes(64))  # lies between two records
 _PLACE = struct.Struct("<qq")
@@ -31,7 +33,7 @@ _STEP = 1 << 20  # slots whose entries are read together
 class Records(Layout):
     """One run of bytes, from which all processes of a node take room.
 
-    The room of an emptied slot is used again for a record that is no larger.
+    The room of an emptied slot is used again for a record that is no larger; see `reuse_room`.
 
     Example:
         >>> codec, segment = RecordCodec.infer(["a"]), Segment.create(13000)
@@ -109,16 +111,30 @@ class Records(Layout):
             return [self._write_again(slot, contents) for slot, contents in zip(slots, samples, strict=True)]
         return self._append(slots, samples, sizes)
 
-    def note_left(self) -> None:
-        """Let records be written into the room that emptied slots have left."""
+    def reuse_room(self) -> None:
+        """Let records be written into the room that emptied slots have left.
+
+        No slot keeps the rest of a room when its record gets smaller, nor a room that is too small for it. When a
+        quarter of the run is lost so, all slots are emptied, and the run begins anew, unless somebody stores.
+        """
         self.numbers[LEFT] = 1
+        lost = self.free - self.begin - int(self.columns["nbytes"].sum())
+        is_worn = lost > _LOST_SHARE * (self.end - self.begin) and lost > self.end - self.free
+        if not is_worn and self.state.any():
+            return
+        stored = np.asarray(are_stored(self.state))
+        if (stored | (self.state == EMPTY)).all():
+            self.empty(np.flatnonzero(stored))
+            self._begin_anew()
 
     def _write_again(self, slot: int, contents: Sequence[memoryview]) -> bool:
         """Write one record into the room that its slot had before, or else behind the others."""
         nbytes = self.size(contents)
-        begin = self._begins[slot]
+        begin, room = self._begins[slot], self._sizes[slot]
         alignment = _SMALL if len(contents) == 1 else aligned(1)
-        if nbytes > self._sizes[slot] or begin % alignment:
+        if nbytes > room or begin % alignment:
+            if room:
+                self.set_place(slot, 0, 0)
             return self._append([slot], [contents], [nbytes])[0]
         self._segment.store(begin, *contents)
         self._note(slot, begin, nbytes, contents)
@@ -166,12 +182,12 @@ class Records(Layout):
         self._begins[slot] = begin
         self._sizes[slot] = nbytes
 
-    def begin_anew(self) -> None:
+    def _begin_anew(self) -> None:
         """Use all room again: all slots are empty, and nobody fills one."""
-        if self._head.entry:  # its places cannot be forgotten at once
-            self.note_left()
-            return
-        self.columns["nbytes"][:] = 0
+        if self._head.entry:  # a write through the mapping could find no room on the disk
+            self._segment.discard(self.scratch_bytes, self.begin)
+        else:
+            self.columns["nbytes"][:] = 0
         self.numbers[FREE] = self.begin
         self.numbers[LEFT] = 0
 

@@ -147,11 +147,8 @@ class Rows(Layout):
         """Reserve the memory of all rows. Raises OSError (ENOSPC) without it."""
         self._segment.reserve(self.begin, self._end - self.begin)
 
-    def note_left(self) -> None:
+    def reuse_room(self) -> None:
         """Do nothing: an emptied slot has its row."""
-
-    def begin_anew(self) -> None:
-        """Do nothing: rows take no room from each other."""
 
     def scatter(self, slots: Integers, memory: Memory) -> None:
         """Write many rows at once, from memory as `gather` fills it, into slots whose memory is reserved."""

@@ -170,7 +170,7 @@ class Disk(Medium):
         """Whether a copy is what was stored. If not, this process forgets the slot, and `losses` increases."""
         self.sync.note()
         agrees = self.checksums.is_sum_of(slot, contents)
-        if not agrees:
+        if not agrees and self.is_ready(slot):  # else it was invalidated meanwhile
             self._lost.add(slot)
         return agrees
 

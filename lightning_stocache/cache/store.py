@@ -418,7 +418,7 @@ class Store:
         Returns the number of `invalidations` with this one; 0 if the turn was not free, and nothing has changed.
 
         No call that begins from then on returns what was stored, in any process. What other processes are loading or
-        storing meanwhile is not stored. The room of records is free again if all slots are emptied while nobody stores.
+        storing meanwhile is not stored. Of records it may empty the other slots, too, see `Records.reuse_room`.
 
         Raises:
             ValueError: the store lies in a file with a name on a disk, and outlives its job.
@@ -436,10 +436,7 @@ class Store:
         def empty() -> None:
             stored = slots[(slots != NO_SLOT) & are_stored(state.take(slots, mode="clip"))] if len(state) else slots
             self.layout.empty(stored)
-            if indices is None and not state.any():
-                self.layout.begin_anew()
-            else:
-                self.layout.note_left()
+            self.layout.reuse_room()
 
         changes = self._seats.change(empty)
         if changes and not self._medium.make_safe(PATIENCE):

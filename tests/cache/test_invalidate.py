@@ -16,7 +16,7 @@ import torch
 from lightning_stocache.cache.placement import Arc
 from lightning_stocache.cache.records import RecordCodec
 from lightning_stocache.cache.rows import SampleSpec
-from lightning_stocache.cache.store import NO_SLOT, Store
+from lightning_stocache.cache.store import NO_SLOT, UNREADABLE, Store
 from lightning_stocache.node import segment as segment_module
 from tests.odds import stop
 from tests.processes import Child, call, hanging, wait_until
@@ -99,13 +99,99 @@ def test_what_was_looked_up_before_is_not_stored(store: Store) -> None:
     assert versions(store) == {0: 2, 1: 2, 2: 2}
 
 
+def records_of_many_sizes(directory: str | None) -> tuple[Store, random.Random]:
+    dice = random.Random(1)
+    codec = RecordCodec.infer([of_any_size(dice, 0)])
+    return Store.create(codec, Arc(SAMPLES, SAMPLES), granted=(SAMPLES + 1) * 8 * NUMBERS, directory=directory), dice
+
+
+def of_any_size(dice: random.Random, index: int) -> torch.Tensor:
+    return torch.full((dice.randint(NUMBERS // 2, NUMBERS),), index)
+
+
+def store_all(store: Store, dice: random.Random) -> None:
+    """As an epoch does: what is stored is whole, and what is missing is stored if it finds room."""
+    for index in ALL.tolist():
+        found = store.get(index)
+        assert found is None or set(found.tolist()) == {index}
+        if found is None:
+            store.fill(index, of_any_size(dice, index))
+
+
+@pytest.mark.parametrize("count", [SAMPLES // 4, SAMPLES])
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_lost_room_of_records_is_used_again(on_disk: bool, count: int, tmp_path: Any) -> None:
+    """However often samples change, and whatever their new sizes, the run does not fill with room of nobody."""
+    store, dice = records_of_many_sizes(str(tmp_path) if on_disk else None)
+    filled = []
+    for _ in range(60):
+        store_all(store, dice)
+        filled.append(store.filled)
+        assert store.invalidate(np.array(dice.sample(range(SAMPLES), count)))
+    assert min(filled) >= SAMPLES / 2
+    assert np.mean(filled[20:]) >= SAMPLES * 3 / 4
+    store.close()
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_a_record_that_finds_no_room_gives_up_the_room_of_its_slot(on_disk: bool, tmp_path: Any) -> None:
+    """It is larger than that. The next change finds the room lost, and begins the run anew."""
+    store, _ = records_of_many_sizes(str(tmp_path) if on_disk else None)
+    for numbers, changed in ((NUMBERS - 10, ALL[::2]), (NUMBERS, ALL[:1])):
+        for index in ALL.tolist():
+            store.fill(index, torch.full((numbers,), index))
+        assert store.invalidate(changed)
+    assert store.filled == 0
+    assert [store.fill(index, torch.full((NUMBERS,), index)) for index in ALL.tolist()] == [True] * SAMPLES
+    store.close()
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_no_room_is_used_again_while_a_record_is_written(on_disk: bool, tmp_path: Any) -> None:
+    """Its writer has taken room, and writes without the turn. The next change begins the run anew."""
+    store, _ = records_of_many_sizes(str(tmp_path) if on_disk else None)
+    for index in ALL.tolist():
+        store.fill(index, torch.full((NUMBERS,), index))
+    assert store.invalidate(ALL[1:])
+    for index in ALL[1:-1].tolist():
+        store.fill(index, torch.full((NUMBERS // 2,), index))
+    layout_write = store.layout.write
+
+    def late(*args: Any) -> Any:
+        assert store.invalidate(ALL[1:2])
+        return layout_write(*args)
+
+    store.layout.write = late  # type: ignore[method-assign]
+    assert store.fill(SAMPLES - 1, torch.full((NUMBERS // 2,), SAMPLES - 1))
+    del store.layout.write
+    assert store.filled == SAMPLES - 1
+    assert store.invalidate(ALL[2:3])
+    assert store.filled == 0
+    assert [store.fill(index, torch.full((NUMBERS,), index)) for index in ALL.tolist()] == [True] * SAMPLES
+    store.close()
+
+
+def test_what_was_invalidated_is_not_lost(tmp_path: Any) -> None:
+    """A reader that copies while the run begins anew looks up again. Its process reads these slots later."""
+    store, dice = records_of_many_sizes(str(tmp_path))
+    store_all(store, dice)
+    slots = store.lookup(ALL)
+    seen = store.changes
+    assert store.invalidate()
+    assert set(store.read(slots)) == {UNREADABLE}
+    assert store.changes == seen + 2
+    store_all(store, dice)
+    assert store.full
+    store.close()
+
+
 @pytest.mark.processes
 def test_a_change_whose_process_has_died_is_ended(store: Store) -> None:
     """Its number is odd. Whoever fills next makes it even first: no reader takes a torn sample for a whole one."""
     put(store, ALL, 1)
 
     def die() -> None:
-        store.layout.begin_anew = lambda: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        store.layout.reuse_room = lambda: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
         store.invalidate()
 
     with pytest.raises(Exception, match="child"):
