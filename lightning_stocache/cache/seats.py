@@ -138,6 +138,11 @@ class Seats:
         """The slots among these that this thread has claimed."""
         return set(filter(self.is_mine, slots)) if self._process.owners else set()
 
+    @property
+    def has_claims(self) -> bool:
+        """Whether this thread has claimed any slot."""
+        return threading.get_ident() in self._process.owners.values()
+
     def release(self, slots: Iterable[int]) -> None:
         """Release slots that this thread has claimed. A slot that is not stored is empty then."""
         words, view, thread = self._words, self._words_view, threading.get_ident()

@@ -21,7 +21,8 @@ Where memory runs short (`shortage`), the slot stays empty, with one warning per
 
 Two jobs that miss the same sample would both load it. So where other jobs can open the store, a slot is claimed before
 its sample is loaded (`divide`). A thread that finds the slot claimed loads other samples first, and then waits. No
-thread waits while it has a claim, so no thread waits for ever. A process that has waited in vain (the other process was
+thread waits while it has a claim, so no thread waits for ever: a source that reads a sample through the cache while it
+makes another one loads that sample by itself, unstored. A process that has waited in vain (the other process was
 stopped) loads all samples by itself from then on.
 
 On a disk (`medium`) what an earlier job has stored is verified before it is read, by lookups with `verify`, and is not
@@ -368,7 +369,9 @@ class Store:
             self._seats.release(self.arc.slot(index) for index in indices)
 
     def wait(self, index: int) -> bool:
-        """Wait until no process is loading an index. Returns False if this process does not wait, or no longer."""
+        """Wait until no process is loading an index. Returns False if this thread does not wait, or no longer."""
+        if self._seats.has_claims:  # the source reads a sample while it makes another one
+            return False
         end, pause = time.monotonic() + PATIENCE, _FIRST_PAUSE
         while self._waits and not self._take_turns([index]):
             if time.monotonic() > end:

@@ -9,7 +9,9 @@ from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from torch.utils.data import Subset, default_collate
 
 from lightning_stocache.cache import shortage
 from lightning_stocache.cache.rows import SampleSpec
+from lightning_stocache.cache.store import Store
 from lightning_stocache.loading import serve
 from lightning_stocache.loading.dataset import CachedDataset
 from lightning_stocache.loading.loader import CachedLoader
@@ -123,6 +126,34 @@ def test_jobs_at_the_same_time_load_each_sample_once(name: str, tmp_path: Path, 
 
     call_many(trial, [()] * 4)
     assert sorted(source(tmp_path).loaded) == list(range(LENGTH))
+
+
+through: list[CachedDataset] = []
+
+
+class Pairs(CountedSource):
+    """Reads another sample through the cache, too."""
+
+    def expected(self, index: int) -> Any:
+        if through:
+            assert same(through.pop()[index ^ 1], self.expected(index ^ 1))
+        return super().expected(index)
+
+
+def test_a_source_that_reads_through_the_cache_does_not_wait(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it makes a sample, which others may wait for, it loads a sample itself that another job is loading: two
+    that wait for each other would wait for ever."""
+    pairs = Pairs(LENGTH)
+    with closing(cached(pairs, name)) as dataset, closing(Store.attach(dataset.cache.handle)) as other:
+        dataset.cache.clear()
+        assert other.divide([9]) == ([9], [])
+        monkeypatch.setattr("lightning_stocache.cache.store.time.sleep", Mock(side_effect=AssertionError("it waits")))
+        for first in (8, 10):
+            through.append(dataset)
+            assert same(dataset[first], pairs.expected(first))
+        assert dataset.cache.is_stored(np.array([8, 9, 10, 11])).tolist() == [True, False, True, True]
+        with pytest.raises(AssertionError, match="it waits"):  # outside of the source
+            dataset[9]
 
 
 def delete(file: Path, copy: Path) -> None:
