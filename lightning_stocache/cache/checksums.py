@@ -123,12 +123,11 @@ class Checksums:
             self._layout.forget(slot)
             return
         with suppress(OSError):  # the disk has no room for a claim
-            if seats.take([slot]):
-                try:
-                    if self._layout.sum(slot) == number:
-                        self._layout.forget(slot)
-                finally:
-                    seats.release([slot])
+            try:
+                if seats.take([slot]) and self._layout.sum(slot) == number:
+                    self._layout.forget(slot)
+            finally:
+                seats.release([slot])
 
     def _read(self, slot: int, read: Callable[[int], int], seats: Seats) -> int:
         """What `read` gives for a slot. A slot that it cannot read is emptied."""
@@ -137,9 +136,12 @@ class Checksums:
         except OSError:
             if seats.is_mine(slot):
                 self._layout.forget(slot)
-            elif seats.take([slot]):
-                self._layout.forget(slot)
-                seats.release([slot])
+            else:
+                try:
+                    if seats.take([slot]):
+                        self._layout.forget(slot)
+                finally:
+                    seats.release([slot])
             raise
 
     def _sum_now(self, slot: int) -> int:

@@ -33,6 +33,13 @@ _MOST_TRIES = 1000  # then the writers are faster than any copy
 _TOO_FAST = "a rolling cache is overwritten faster than it can be read: give it a larger budget, or fewer fillers"
 
 
+class _Chance:
+    """The random numbers of this process: a generator has a lock, which a forked child may inherit locked."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng()
+
+
 class RollingReader:
     """Reads the slots of a rolling store.
 
@@ -58,7 +65,7 @@ class RollingReader:
         self._segment, self._layout, self._slots, self._room = segment, layout, slots, room
         self._disk = disk
         self.renewed = self.substituted = 0  # samples that were read: newer than the epoch; in place of others
-        self._chance = np.random.default_rng()
+        self._chance = segment.state_of(_Chance)
 
     def gather(self, asked: Integers, into: Memory, copies: Memory, pool: GatherPool) -> None:
         """Copy whole rows into the memory of a batch, without waiting for writers.
@@ -210,7 +217,7 @@ class RollingReader:
     def _random_slots(self, count: int) -> Integers:
         """Random slots that can be read now."""
         # A few random slots: a look at a hundred thousand slots takes half a millisecond.
-        slots = self._chance.integers(0, self._slots.count, 64 + 8 * count)
+        slots = self._chance.generator.integers(0, self._slots.count, 64 + 8 * count)
         slots = slots[self._slots.are_readable(slots)]
         if len(slots) < count:
             control = self._slots.control
@@ -222,5 +229,5 @@ class RollingReader:
                     raise RuntimeError(
                         "the rolling cache is empty: no sample has been appended yet, or all are being written"
                     )
-            slots = slots[self._chance.integers(0, len(slots), count)]
+            slots = slots[self._chance.generator.integers(0, len(slots), count)]
         return slots[:count]

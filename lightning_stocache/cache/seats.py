@@ -22,8 +22,8 @@ the same number before its look-up and after its copy has samples from before or
 looks up again. A sample that was looked up before a change is not stored after it.
 
 All threads of a process write the same claim; a dict says which thread has a slot. A forked child empties the dict, and
-takes a seat of its own when it stores. KeyboardInterrupt may leave a slot claimed: the thread's next use of it ends
-that. 1,024 processes have seats; one more stores nothing.
+takes a seat of its own when it stores. A signal's handler may raise at any line (a timeout, Ctrl-C), so the `finally`
+that releases slots begins before they are claimed. 1,024 processes have seats; one more stores nothing.
 """
 
 from __future__ import annotations
@@ -137,6 +137,11 @@ class Seats:
     def mine(self, slots: Iterable[int]) -> set[int]:
         """The slots among these that this thread has claimed."""
         return set(filter(self.is_mine, slots)) if self._process.owners else set()
+
+    @property
+    def has_claims(self) -> bool:
+        """Whether this thread has claimed any slot."""
+        return threading.get_ident() in self._process.owners.values()
 
     def release(self, slots: Iterable[int]) -> None:
         """Release slots that this thread has claimed. A slot that is not stored is empty then."""

@@ -94,6 +94,8 @@ class Shortage:
 
 def refused(error: OSError, *, on_disk: bool = False) -> str:
     """The reason why the system does not store a sample, in words."""
+    if error.errno == errno.EFBIG:
+        return f"files may not be larger, see ulimit -f ({error.strerror or error})"
     if on_disk:
         return f"the disk refuses more samples ({error.strerror or error})"
     if error.errno == errno.ENOSPC:

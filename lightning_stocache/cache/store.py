@@ -21,7 +21,8 @@ Where memory runs short (`shortage`), the slot stays empty, with one warning per
 
 Two jobs that miss the same sample would both load it. So where other jobs can open the store, a slot is claimed before
 its sample is loaded (`divide`). A thread that finds the slot claimed loads other samples first, and then waits. No
-thread waits while it has a claim, so no thread waits for ever. A process that has waited in vain (the other process was
+thread waits while it has a claim, so no thread waits for ever: a source that reads a sample through the cache while it
+makes another one loads that sample by itself, unstored. A process that has waited in vain (the other process was
 stopped) loads all samples by itself from then on.
 
 On a disk (`medium`) what an earlier job has stored is verified before it is read, by lookups with `verify`, and is not
@@ -139,8 +140,7 @@ class Store:
             self._medium = Disk(segment, self.layout, partial(self._identity, self.layout, arc))
         layout = self.layout
         self._seats = Seats(segment, layout.states, layout.lives, layout.changes, self._medium.stored_word)
-        self._is_shared = self.stores_misses and segment.path is not None  # other jobs can open it
-        self._waits = self._is_shared
+        self._waits = self.stores_misses and segment.path is not None  # other jobs can open it
         self._shortage = Shortage(segment)
         self._retry_at = 0.0
         self._hole = 0  # the slot that was empty when `full` looked
@@ -349,27 +349,30 @@ class Store:
     # ---- which process loads a sample ----
 
     def divide(self, indices: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Divide indices into those that this process loads, then puts or releases, and those that others load."""
+        """Divide indices into those that this process loads, and those that others load.
+
+        The caller releases all of them in the end, also if this call raises.
+        """
         if not self._waits or not self.segment.has_locks:
             return list(indices), []
         taken = self._take_turns(indices)
-        try:
-            slots = self.lookup(np.array(taken, dtype=np.int64), verify=True)
-        except BaseException:
-            self.release(taken)
-            raise
+        slots = self.lookup(np.array(taken, dtype=np.int64), verify=True)
         stored = {index for index, slot in zip(taken, slots.tolist(), strict=True) if slot != NO_SLOT}
         self.release(stored)
         here = set(taken) - stored
         return [index for index in indices if index in here], [index for index in indices if index not in here]
 
     def release(self, indices: Iterable[int]) -> None:
-        """Let other processes load indices that `divide` gave to this process."""
-        if self._is_shared:
-            self._seats.release(self.arc.slot(index) for index in indices)
+        """Let other processes load indices that `divide` gave to this process, and did not find stored."""
+        self._seats.release(self.arc.slot(index) for index in indices)
 
     def wait(self, index: int) -> bool:
-        """Wait until no process is loading an index. Returns False if this process does not wait, or no longer."""
+        """Wait until no process is loading an index. Returns False if this thread does not wait, or no longer.
+
+        After `divide`. What this call claims, the caller releases.
+        """
+        if self._seats.has_claims:  # the source reads a sample while it makes another one
+            return False
         end, pause = time.monotonic() + PATIENCE, _FIRST_PAUSE
         while self._waits and not self._take_turns([index]):
             if time.monotonic() > end:
@@ -512,14 +515,14 @@ class Store:
     def replace(self, slot: int, contents: Sequence[memoryview], *, overwrite: bool) -> bool:
         """Store a sample when no other process fills its slot. Returns False if other bytes are there and stay."""
         is_stored = False
-        while not self._seats.take([slot], READY if is_stored else EMPTY):
-            is_stored = self.layout.states[slot] == READY
-            if is_stored and b"".join(self.layout.fetch(slot) or ()) == b"".join(contents):
-                return True
-            if is_stored and not overwrite:
-                return False
-            time.sleep(0 if is_stored else _FIRST_PAUSE)
         try:
+            while not self._seats.take([slot], READY if is_stored else EMPTY):
+                is_stored = self.layout.states[slot] == READY
+                if is_stored and b"".join(self.layout.fetch(slot) or ()) == b"".join(contents):
+                    return True
+                if is_stored and not overwrite:
+                    return False
+                time.sleep(0 if is_stored else _FIRST_PAUSE)
             fence()
             if is_stored or self._has_memory(self.layout.size(contents)):
                 self._write([slot], [contents])

@@ -215,9 +215,13 @@ class CachedSource:
             cache = cast(Store, self.opened.cache)
             slots = cache.lookup(np.array(indices, dtype=np.int64), verify=True)
             once = len(set(indices)) == len(indices)
-            if once and (slots == NO_SLOT).all() and not cache.divide(indices)[1]:
-                samples = self.load(cache, indices, in_one_call=True, into=_Rows(batch, rows))
-            else:  # some are READY by now (or verified on a disk), drawn twice, or loaded by another job
+            samples = None
+            try:
+                if once and (slots == NO_SLOT).all() and not cache.divide(indices)[1]:
+                    samples = self.load(cache, indices, in_one_call=True, into=_Rows(batch, rows))
+            finally:
+                cache.release(indices)
+            if samples is None:  # some are READY by now (or verified on a disk), drawn twice, or loaded by another job
                 samples = list(self._serve(cache, indices))
                 fitting = [number for number, sample in enumerate(samples) if type(sample) is not Odd]
                 if fitting:
@@ -231,8 +235,11 @@ class CachedSource:
         if (cache := self.cache) is None:
             return False
         with self.changes.witness:
-            mine, _ = cache.divide([index])
-            return not mine or cache.has_room(self.load(cache, mine, served=False)[0])
+            try:
+                mine, _ = cache.divide([index])
+                return not mine or cache.has_room(self.load(cache, mine, served=False)[0])
+            finally:
+                cache.release([index])
 
     def count_hits(self, samples: int) -> None:
         """Count samples that the caller has copied out of the cache."""
@@ -244,8 +251,11 @@ class CachedSource:
         start = time.perf_counter_ns()
         seen = cache.changes
         while (slot := cache.ready_slot(index, verify=True)) == NO_SLOT:
-            if not (cache.divide([index])[1] and cache.wait(index)):
-                return self.load(cache, [index], {index: key})[0]
+            try:
+                if not (cache.divide([index])[1] and cache.wait(index)):
+                    return self.load(cache, [index], {index: key})[0]
+            finally:
+                cache.release([index])
         slots = np.array([slot])
         [sample] = cache.read(slots, self._pool.lend)
         if sample is UNREADABLE or cache.changes != seen:
@@ -292,8 +302,11 @@ class CachedSource:
 
     def _load_missing(self, cache: Store, missing: list[int], keys: Mapping[int, Any]) -> list[Any]:
         """The samples of a batch that are not READY, loaded unless another job does it."""
-        here = list(dict.fromkeys(cache.divide(missing)[0]))
-        samples = self.load(cache, here, keys, in_one_call=True) if here else []
+        try:
+            here = list(dict.fromkeys(cache.divide(missing)[0]))
+            samples = self.load(cache, here, keys, in_one_call=True) if here else []
+        finally:
+            cache.release(missing)
         if len(here) == len(missing):
             return samples
         by_index = dict(zip(here, samples, strict=True))
@@ -400,18 +413,15 @@ class CachedSource:
             self._load_from_source(samples, indices, asked, in_one_call=in_one_call)
         finally:
             source_ns = time.perf_counter_ns() - start
-            try:
-                if any(head.is_strayed for head in self.changes.heads):  # nobody knows for which sample it was called
-                    self.changes.give_up("strayed")
-                    samples[:] = map(_odd_without_places, asked, samples)
-                elif samples and generators is not None and generators.moved(before) and are_draws_evidence():
-                    self._leave_random(cache, asked, samples)
-                # Without a slot there is nothing to encode, unless for a batch, or to see if the tail can finish it.
-                if self.changes.proof is not None or into is not None or self.opened.request.strict:
-                    placed = list(range(len(samples)))
-                self._store(cache, indices, asked, samples, placed, into, source_ns, seen, served=served)
-            finally:
-                cache.release(indices)
+            if any(head.is_strayed for head in self.changes.heads):  # nobody knows for which sample it was called
+                self.changes.give_up("strayed")
+                samples[:] = map(_odd_without_places, asked, samples)
+            elif samples and generators is not None and generators.moved(before) and are_draws_evidence():
+                self._leave_random(cache, asked, samples)
+            # Without a slot there is nothing to encode, unless for a batch, or to see if the tail can finish it.
+            if self.changes.proof is not None or into is not None or self.opened.request.strict:
+                placed = list(range(len(samples)))
+            self._store(cache, indices, asked, samples, placed, into, source_ns, seen, served=served)
         return samples
 
     def _load_from_source(self, samples: list[Any], indices: list[int], keys: list[Any], *, in_one_call: bool) -> None:

@@ -544,18 +544,17 @@ def open_descriptors() -> set[int]:
     return {segment.descriptor for segment in list(_open_here)}
 
 
-def fence_of(
-    machine: str, new_lock: Callable[[], contextlib.AbstractContextManager[Any]] = threading.Lock
-) -> Callable[[], None]:
+def fence_of(machine: str, new_lock: Callable[[], contextlib.AbstractContextManager[Any]]) -> Callable[[], None]:
     """The fence for a processor, given its name in `platform.machine`.
 
     A writer stores bytes, fences, and sets a state. A reader reads the state, fences, and reads the bytes. x86-64 keeps
     that order by itself. On other processors (arm64) the fence acquires and releases a lock twice: nothing can pass
     both the first release and the second acquire (0.2 us). That follows from the memory model; nobody ran it on arm64.
+    The lock is a new one each time: a forked child may inherit another thread's locked.
     """
 
     def by_lock() -> None:
-        lock = new_lock()  # a lock of all threads might be held by another one while a process forks
+        lock = new_lock()
         for _ in range(2):
             with lock:
                 pass
@@ -566,7 +565,7 @@ def fence_of(
     return by_hardware if machine.lower() in ("x86_64", "amd64", "i686") else by_lock
 
 
-fence = fence_of(platform.machine())
+fence = fence_of(platform.machine(), threading.Lock)
 """Keeps the order of stores and loads: all before the call finish before any after the call begins."""
 
 

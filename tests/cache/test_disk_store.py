@@ -420,6 +420,7 @@ def test_what_another_process_loads_is_waited_for_but_not_for_ever(
     loading = stopped(load, disk)
     with caplog.at_level(logging.WARNING), closing(disk.open()) as store:
         assert store.divide([2, 3, 4, 5]) == ([2, 5], [3, 4])
+        store.release([2, 5])
         assert [store.wait(3), store.wait(4)] == [False, False]
     loading.kill()
     assert len(caplog.records) == 1, "who has waited in vain does not wait again"

@@ -206,7 +206,8 @@ def test_what_the_system_refuses_is_not_stored(store: Any, error: int, monkeypat
         patch.setattr(time, "monotonic", lambda now=time.monotonic: now() + 60)
         assert filled(store) == []
     [warning] = caplog.records
-    assert ("no space left" if error == errno.ENOSPC else os.strerror(error)) in warning.getMessage()
+    named = {errno.ENOSPC: "no space left", errno.EFBIG: "ulimit -f"}.get(error, os.strerror(error))
+    assert named in warning.getMessage()
     assert served(store) == stored
     monkeypatch.setattr(time, "monotonic", lambda now=time.monotonic: now() + 120)
     assert filled(store) == ALL[3:]

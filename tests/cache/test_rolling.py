@@ -47,7 +47,7 @@ from tests.cache.stores import (
     sample,
 )
 from tests.jobs import Log, warnings
-from tests.processes import Child, ChildError, call, wait_until
+from tests.processes import Child, ChildError, call, ends_alive, wait_until
 
 
 @pytest.fixture
@@ -147,6 +147,38 @@ def test_threads_keep_to_their_own_slots() -> None:
 
 
 # ---- other processes ----
+
+
+def read_written(store: RollingStore, slot: int) -> None:
+    signal.alarm(30)  # ends this process
+    assert slot not in gathered(store, np.full(20, slot))
+
+
+@pytest.mark.processes
+def test_a_process_that_is_forked_while_a_thread_draws_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NumPy's generators have locks, which a forked process would inherit locked."""
+    generators: list[np.random.Generator] = []
+    plain = np.random.default_rng
+
+    def recorded() -> np.random.Generator:
+        generators.append(plain())
+        return generators[-1]
+
+    monkeypatch.setattr(np.random, "default_rng", recorded)
+    with closing(RollingStore.empty(codec_of("rows"), 8)) as store, ThreadPoolExecutor(1) as thread:
+        append(store, range(11))
+        taken = store.take()
+        gathered(store, np.array([taken]))
+        assert generators
+        locks = [generator.bit_generator.lock for generator in generators]
+        for lock in locks:
+            thread.submit(lock.acquire).result()
+        try:
+            assert ends_alive(read_written, store, taken)
+        finally:
+            for lock in locks:
+                thread.submit(lock.release).result()
+        store.finish(taken)
 
 
 @pytest.mark.parametrize(

@@ -493,7 +493,16 @@ def test_one_of_many_processes_gets_a_lock(segment: Segment, crowd: Any) -> None
 
 @pytest.mark.parametrize(("machine", "sections"), [("aarch64", 2), ("x86_64", 0), ("AMD64", 0)])
 def test_where_processors_reorder_two_sections_of_a_lock_lie_between(machine: str, sections: int) -> None:
-    """Nothing can pass both, in either direction; where processors keep the order, no lock is touched."""
-    lock = MagicMock()
-    fence_of(machine, lambda: lock)()
-    assert [name for name, *_ in lock.mock_calls] == ["__enter__", "__exit__"] * sections
+    """Nothing can pass both, in either direction; where processors keep the order, no lock is touched. Each call has a
+    lock of its own: a forked process might inherit another thread's locked."""
+    locks: list[MagicMock] = []
+
+    def new_lock() -> MagicMock:
+        locks.append(MagicMock())
+        return locks[-1]
+
+    fence = fence_of(machine, new_lock)
+    fence(), fence()
+    assert len(locks) == (2 if sections else 0)
+    for lock in locks:
+        assert [name for name, *_ in lock.mock_calls] == ["__enter__", "__exit__"] * sections

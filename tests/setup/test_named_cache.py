@@ -1,15 +1,19 @@
 """A cache with a name, or on a disk, outlives its job: the next one starts warm, and is served its own data only."""
 
+import itertools
 import logging
 import os
 import re
 import shutil
+import signal
 import time
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,8 +21,9 @@ from torch.utils.data import Subset, default_collate
 
 from lightning_stocache.cache import shortage
 from lightning_stocache.cache.rows import SampleSpec
+from lightning_stocache.cache.store import NO_SLOT, Store
 from lightning_stocache.loading import serve
-from lightning_stocache.loading.dataset import CachedDataset
+from lightning_stocache.loading.dataset import CachedDataset, cached_source
 from lightning_stocache.loading.loader import CachedLoader
 from lightning_stocache.node.files import HEADER_BYTES, ManifestError
 from lightning_stocache.node.named import clean, named_segments
@@ -28,7 +33,7 @@ from lightning_stocache.source.samples import bits, same_sample
 from lightning_stocache.training.datamodule import StocacheDataModule
 from tests.jobs import warnings
 from tests.loading.twins import looked, same
-from tests.processes import call, call_many, hanging, path_of, run_ranks
+from tests.processes import call, call_many, hanging, path_of, run_ranks, signal_at_line
 from tests.sources import CountedSource
 
 pytestmark = pytest.mark.named
@@ -123,6 +128,68 @@ def test_jobs_at_the_same_time_load_each_sample_once(name: str, tmp_path: Path, 
 
     call_many(trial, [()] * 4)
     assert sorted(source(tmp_path).loaded) == list(range(LENGTH))
+
+
+def load_rows(dataset: CachedDataset) -> Any:
+    codec = dataset.cache.codec
+    rows = codec.rows([np.empty(nbytes, dtype=np.uint8) for nbytes in codec.sizes(2)], 2)
+    return cached_source(dataset).load_into(rows, [8, 9], [0, 1])
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        lambda dataset: dataset[8],
+        lambda dataset: dataset.__getitems__([8, 9]),
+        load_rows,
+        lambda dataset: cached_source(dataset).load_ahead(8),
+    ],
+    ids=["sample", "batch", "rows", "ahead"],
+)
+def test_who_is_interrupted_while_loading_leaves_the_samples_to_others(name: str, load: Any) -> None:
+    """At whichever line an exception of a signal's handler comes (a timeout, Ctrl-C), the process goes on, and another
+    job need not wait for the samples."""
+    with closing(cached(CountedSource(LENGTH), name)) as dataset, closing(Store.attach(dataset.cache.handle)) as other:
+        for moment in itertools.count(1):
+            dataset.cache.clear()
+            try:
+                with signal_at_line(moment, ("cache", "loading"), lambda: True, sent=signal.SIGINT):
+                    load(dataset)
+                break
+            except KeyboardInterrupt:
+                missing = [index for index in (8, 9) if other.ready_slot(index) == NO_SLOT]
+                assert other.divide(missing) == (missing, []), f"the line numbered {moment}"
+                other.release(missing)
+        assert moment > 50
+        assert dataset.cache.filled == other.filled > 0
+
+
+through: list[CachedDataset] = []
+
+
+class Pairs(CountedSource):
+    """Reads another sample through the cache, too."""
+
+    def expected(self, index: int) -> Any:
+        if through:
+            assert same(through.pop()[index ^ 1], self.expected(index ^ 1))
+        return super().expected(index)
+
+
+def test_a_source_that_reads_through_the_cache_does_not_wait(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it makes a sample, which others may wait for, it loads a sample itself that another job is loading: two
+    that wait for each other would wait for ever."""
+    pairs = Pairs(LENGTH)
+    with closing(cached(pairs, name)) as dataset, closing(Store.attach(dataset.cache.handle)) as other:
+        dataset.cache.clear()
+        assert other.divide([9]) == ([9], [])
+        monkeypatch.setattr("lightning_stocache.cache.store.time.sleep", Mock(side_effect=AssertionError("it waits")))
+        for first in (8, 10):
+            through.append(dataset)
+            assert same(dataset[first], pairs.expected(first))
+        assert dataset.cache.is_stored(np.array([8, 9, 10, 11])).tolist() == [True, False, True, True]
+        with pytest.raises(AssertionError, match="it waits"):  # outside of the source
+            dataset[9]
 
 
 def delete(file: Path, copy: Path) -> None:
