@@ -316,7 +316,7 @@ def signal_at_line(
             return None
         if event == "line" and counts():
             lines += 1
-            if lines >= number and (sent != signal.SIGINT or may_come(frame)):
+            if lines == number if sent != signal.SIGINT else lines >= number and may_come(frame):
                 if sent == signal.SIGINT:
                     raise KeyboardInterrupt  # a signal would come a few lines later
                 os.kill(os.getpid(), sent)
