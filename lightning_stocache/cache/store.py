@@ -6,9 +6,9 @@ A store is a segment, a layout (rows or records), a medium (memory or a disk) an
     StreamStore     a sample takes the next slot; when the stream has ended, samples have an order (`stream`)
     RollingStore    a sample takes the slot of the oldest sample (`rolling`)
 
-An index has a slot in the store, or none; that never changes. A loader looks up the slots of a batch, reads those
-that are ready, and puts the samples that are missing. Rows can also be gathered into the memory of a
-batch. Readers get copies, never views.
+An index has a slot in the store, or none; that never changes. A loader looks up the slots of a batch, reads those that
+are ready, and puts the samples that are missing. Rows can also be gathered into the memory of a batch. Readers get
+copies, never views.
 
 The process that has loaded a sample fills its slot:
 
