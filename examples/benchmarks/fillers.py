@@ -3,9 +3,9 @@
     python examples/benchmarks/fillers.py                      # about 2 minutes on 2 cores
     python examples/benchmarks/fillers.py --fillers 1 64 --idle 32
 
-Each process stores slots of its own, in random order, a call after the other, and all begin at once. Others have the
-cache open and do nothing (`--idle`). In turn with that, as many processes write the same bytes into the same slots
-without claims. The columns:
+Each process stores slots of its own, in random order, a call after the other, and all begin at once. Others have stored
+one sample, so they have a seat, and do nothing any more (`--idle`). In turn with that, as many processes write the same
+bytes into the same slots without claims. The columns:
 
 fills/s   of all processes together
 CPU us    processor time of a fill: what is lost by waiting for another process is not in it
@@ -31,6 +31,7 @@ from lightning_stocache.cache.placement import Ring
 from lightning_stocache.cache.rows import SampleSpec
 from lightning_stocache.cache.seats import READY
 from lightning_stocache.cache.store import Store
+from lightning_stocache.node.free import FreeMemory
 from lightning_stocache.node.segment import fence
 
 BYTES = 3072
@@ -61,14 +62,19 @@ def fill(store: Store, indices: list[int], batch: int, claims: bool, barrier: ob
 
 def measured(fillers: int, idle: int, batch: int, claims: bool, samples: int) -> dict[str, float]:
     """Fills per second, CPU microseconds of a fill, and the share that was not stored."""
+    FreeMemory.now()  # the first look takes a millisecond: set-up has it
+    size = samples + idle
     store = Store.create(
-        SampleSpec.infer(torch.zeros(BYTES, dtype=torch.uint8)), Ring.cut(samples, (1.0,), (samples,)).arcs[0]
+        SampleSpec.infer(torch.zeros(BYTES, dtype=torch.uint8)), Ring.cut(size, (1.0,), (size,)).arcs[0]
     )
     waiting = []
-    for _ in range(idle):
+    for index in range(samples, size):
         if not (pid := os.fork()):
+            store.put([index], [[memoryview(bytes(BYTES))]])
             signal.pause()
         waiting.append(pid)
+    while store.filled < idle:
+        time.sleep(0.01)
     order, context = random.Random(fillers).sample(range(samples), samples), get_context("fork")
     barrier, answer = context.Barrier(fillers + 1), context.SimpleQueue()
     processes = [
@@ -91,7 +97,7 @@ def measured(fillers: int, idle: int, batch: int, claims: bool, samples: int) ->
 def main() -> None:
     options = parser(__doc__, rounds=3)
     options.add_argument("--fillers", type=int, nargs="+", default=(1, 2, 8, 32), help="numbers of processes")
-    options.add_argument("--idle", type=int, default=0, help="processes that have the cache open and do nothing")
+    options.add_argument("--idle", type=int, default=0, help="processes that have a seat and do nothing")
     chosen = options.parse_args()
     report = Report("fillers", chosen)
     samples = 2_000 if report.quick else 60_000
