@@ -324,7 +324,7 @@ def signal_at_line(
         return trace
 
     def may_come(frame: FrameType) -> bool:
-        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).partition("#")[0].strip()
         return line != "try:" and not (line.startswith("with ") and last.get(frame, 0) > frame.f_lineno)
 
     sys.settrace(trace)
