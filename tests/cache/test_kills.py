@@ -243,6 +243,7 @@ def put_under_signals(job: Job, strikes: int) -> None:
                     store.release(indices)
                 finally:
                     signal.setitimer(signal.ITIMER_REAL, 0)
+                    time.sleep(1e-4)  # what another thread has got comes a moment later
             except KeyboardInterrupt:
                 struck += 1
                 assert locks.lock_turn(other.segment.descriptor, 0), "the turn was not ended"
