@@ -68,7 +68,7 @@ _TOKEN_BYTES = 16
 _NUMBER = struct.Struct("<I")  # the format, and the manifest's length
 _MANIFEST_START = MANIFEST_OFFSET + _NUMBER.size
 _PUNCH = 1 | 2  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
-_NOT_OURS = {errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EPERM}
+_NOT_OURS = {errno.EACCES, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EPERM}
 
 
 class ManifestError(ValueError):
@@ -145,8 +145,8 @@ def make_file(backend: Backend, directory: str | None = None) -> tuple[int, str 
     return file, path
 
 
-def open_own(path: str, *, create: bool = False) -> int:
-    """Open a regular file that only this user may open, or make one. Returns its descriptor.
+def open_own(path: str) -> int:
+    """Open a regular file that only this user may open. Returns its descriptor.
 
     Any user may put a link, a pipe or a file into /dev/shm under the name of a cache. None of these is opened.
 
@@ -155,13 +155,13 @@ def open_own(path: str, *, create: bool = False) -> int:
         PermissionError: other users may open the file, or it is no regular file; the message says what to do.
     """
     _open_standard()
-    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | (os.O_CREAT if create else 0)
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     refusal = PermissionError(
         f"{printable(path)} is not trusted, because it is no file that this user alone may open: give another name, or "
         "remove it"
     )
     try:
-        descriptor = os.open(path, flags, 0o600)
+        descriptor = os.open(path, flags)
     except OSError as error:
         if error.errno in _NOT_OURS:
             raise refusal from error
@@ -175,9 +175,10 @@ def open_own(path: str, *, create: bool = False) -> int:
 
 def _open_standard() -> None:
     """Open the null device under the numbers of standard streams that are closed: C code writes to these numbers."""
-    while (file := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(file)
+    with contextlib.suppress(OSError):  # there is no /dev
+        while (file := os.open(os.devnull, os.O_RDWR)) <= 2:
+            pass
+        os.close(file)
 
 
 def reserve(data: int, offset: int, length: int) -> None:
